@@ -1,4 +1,4 @@
-"""Check onescan's kernels on a GPU, time them beside their peers, and write a report.
+"""Check onescan's kernels on a GPU, compare their speed with others, and write a report.
 
 python benchmarks/gpu.py                             correctness and speed, about 10 minutes
 python benchmarks/gpu.py quick                       what `make gpu` runs
@@ -8,10 +8,10 @@ python benchmarks/gpu.py check edges                 some stages
 python benchmarks/gpu.py memcheck                    invalid addresses, with compute-sanitizer
 python benchmarks/gpu.py --dry-run                   everything on a CPU, tiny and interpreted
 
-Each stage runs in a process of its own with a time limit and writes each result at once, so that a
-crash or a hang costs the rest of one stage only. OUT/report.md sums up OUT/results.jsonl. Needs
-onescan's core dependencies, Triton and pytest, but no network; with flash-linear-attention
-installed, also measures it. Exits with 1 if a check or a test failed, or a stage did not end.
+Each stage runs in its own process with a time limit and writes each result immediately, so a crash
+or a hang loses only the rest of one stage. OUT/report.md sums up OUT/results.jsonl. Needs
+onescan's core dependencies, Triton and pytest, but no network. If flash-linear-attention is
+installed, it is measured too. Exits with 1 if a check or a test failed, or a stage did not end.
 """
 
 import argparse
@@ -70,10 +70,14 @@ def main() -> int:
     names = [*GROUPS, *STAGES]
     parser.add_argument("stages", nargs="*", default=["correctness", "speed"], metavar="STAGE",
                         help=f"any of {', '.join(names)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("bench/gpu"), help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench/gpu"), help="folder for the results"
+    )
     parser.add_argument("--limit", type=float, help="seconds that all stages may take together")
-    parser.add_argument("--everything", action="store_true", help="all widths, and all tests")
-    parser.add_argument("--dry-run", action="store_true", help="try the script out on a CPU")
+    parser.add_argument(
+        "--everything", action="store_true", help="check all widths, and run all tests"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="try out the script on a CPU")
     parser.add_argument("--run-one", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := [name for name in options.stages if name not in names]:
@@ -99,7 +103,7 @@ def obstacle(dry: bool) -> str:
         return ""
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         return "TRITON_INTERPRET is set, expected 0: interpreted kernels run on the CPU"
-    return "" if torch.cuda.is_available() else "torch finds no GPU that it can use"
+    return "" if torch.cuda.is_available() else "torch cannot find a usable GPU"
 
 
 def session_of(options: argparse.Namespace) -> "Session":

@@ -1,4 +1,4 @@
-"""The report of benchmarks/gpu.py: what ran, what failed, and times beside those of peers."""
+"""The report of benchmarks/gpu.py: what ran, what failed, and times compared with peers."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,7 +67,7 @@ def _environment(session: Session) -> str:
 
 def _problems(session: Session) -> str:
     found = problems(session)
-    lines = [f"- {each}" for each in found] or ["Everything that ran has passed."]
+    lines = [f"- {each}" for each in found] or ["Everything that ran passed."]
     return "\n".join([f"## {len(found) or 'No'} failure{'s' * (len(found) != 1)}", "", *lines])
 
 

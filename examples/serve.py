@@ -109,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         """Read the body, a JSON object."""
         length = self.headers.get("Content-Length", "")
         if not (length.isdecimal() and len(length) <= MAX_DIGITS):
-            raise ValueError(f"Content-Length is {length!r}, expected the bytes of the body")
+            raise ValueError(f"Content-Length is {length!r}, expected the body's size in bytes")
         size = int(length)
         body = self.rfile.read(min(size, MAX_READ))
         self.server.reading.pop(self.connection, None)
@@ -120,9 +120,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             data = json.loads(body.decode(), parse_int=parse_int)
         except UnicodeDecodeError as error:
-            raise ValueError(f"the body is not UTF-8 from byte {error.start} on") from error
+            raise ValueError(f"the body is not UTF-8 at byte {error.start}") from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"the body is not JSON from character {error.pos} on") from error
+            raise ValueError(f"the body is not JSON at character {error.pos}") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply, expected a JSON object") from error
         if not isinstance(data, dict):
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             options.prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"prompt is not valid from character {error.start} on") from error
+            raise ValueError(f"prompt is not valid Unicode at character {error.start}") from error
         prompt = self.server.tokenizer.begin(options.prompt)
         device, count = self.server.device, options.max_new_tokens
         rng, tokens = torch.Generator(device).manual_seed(options.seed), torch.tensor([prompt])
@@ -169,7 +169,9 @@ class Handler(BaseHTTPRequestHandler):
 def parse_int(text):
     """Convert a whole number of JSON, of which torch accepts only those of 64 bits."""
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"the body has a number of {len(text)} digits, expected {MAX_DIGITS}")
+        raise ValueError(
+            f"the body has a number of {len(text)} digits, expected at most {MAX_DIGITS}"
+        )
     return int(text)
 
 

@@ -471,7 +471,7 @@ def test_images_are_predicted_from_arrays_by_their_type(tmp_path):
     torch.testing.assert_close(scores(np.ones((3, 4, 5), np.float16)), scores(x * 0 + 255))
     for wrong, message in (
         (x.astype(np.int64), "int64"),
-        (x.astype(np.float32), r"floats from .* expected 0 to 1"),
+        (x.astype(np.float32), r"floats from .* expected floats from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             scores(wrong)
@@ -482,7 +482,7 @@ def test_notes_on_arrays(tmp_path):
     notes = build(save(tmp_path / "a", x=x, y=y), axes=1, test_fraction=0.25).notes
     assert notes == (
         "3 of 12 examples are held out, because there is no test split",
-        "no training examples of the classes 0",
+        "classes without training examples: 0",
     )
     both = {"x_train": x, "y_train": Y > 0, "x_test": x, "y_test": Y > 0}
     path = save(tmp_path / "b", "folder", **both, x_val=x, y_val=Y)
@@ -508,4 +508,4 @@ def test_constants_of_arrays_are_finite(tmp_path, field, bad):
 def test_classes_without_test_examples_are_noted(tmp_path):
     x, y = np.zeros((4, 8), np.float32), np.array([0, 1, 0, 1])
     path = save(tmp_path / "a", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
-    assert "no test examples of the classes 1" in build(path, axes=1).notes
+    assert "classes without test examples: 1" in build(path, axes=1).notes

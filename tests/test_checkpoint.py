@@ -299,7 +299,10 @@ def test_a_run_does_not_resume_with_other_data(tmp_path, monkeypatch):
     build = StripesConfig.build
     shorter = lambda self: build(dataclasses.replace(self, examples=24))
     monkeypatch.setattr(StripesConfig, "build", shorter)
-    with pytest.raises(ValueError, match=r"the data has changed .*: examples was 33 and is 24"):
+    with pytest.raises(
+        ValueError,
+        match=r"the data has changed .*: there were 33 training examples, now there are 24",
+    ):
         train(tiny_run(), tmp_path)
 
 

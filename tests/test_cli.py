@@ -109,12 +109,12 @@ def test_a_prompt_on_standard_input_in_another_encoding(monkeypatch, capsys):
     assert read("naïve".encode("cp1252"), "cp1252")[1].startswith("naïve")
     assert read("\ufeffnaïve".encode(), "utf-8")[1].startswith("naïve")
     code, _, message = read(b"ab\xff", "utf-8")
-    assert (code, "is not valid utf-8 from byte 2 on" in message) == (2, True)
+    assert (code, "is not valid utf-8 at byte 2" in message) == (2, True)
     code, _, message = read(b"ab\xff", "utf-8", "surrogateescape")
     assert (code, "prompt is not valid UTF-8 from character 2 on" in message) == (2, True)
     assert read("ab".encode("utf-16-le"), "utf-16-le")[1].startswith("ab")
     code, _, message = read("ab".encode("utf-16-le"), "utf-8")
-    assert (code, "standard input has NUL characters in utf-8" in message) == (2, True)
+    assert (code, "standard input contains NUL characters if read as utf-8" in message) == (2, True)
     monkeypatch.setattr(sys, "stdin", None)
     assert main(argv) == 2
     assert "standard input is closed" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_classes_may_have_the_frequencies_of_the_reference(tmp_path, classifier,
     assert labels.count(2) / 2000 == pytest.approx(0.75, abs=0.03)
     for name in ("cat", "dog"):
         write_pngs(tmp_path / "x" / name, images_of(6))
-    with pytest.raises(ValueError, match="2 known classes and the model 3"):
+    with pytest.raises(ValueError, match="2 known classes and the model has 3"):
         measure(denoiser, replace(config, reference=str(tmp_path / "x")), tmp_path / "out")
 
 

@@ -71,7 +71,7 @@ def test_a_dry_run_checks_and_times_and_writes_a_report(tmp_path):
     done = dry_run(tmp_path, "environment", "check", "edges")
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "report.md").read_text()
-    assert "Everything that ran has passed." in report
+    assert "Everything that ran passed." in report
     assert "| lrpe | given angles |  |  | " in report
     assert "| unaligned views | passed |" in report
     stages = Session(tmp_path, dry=True).rows("stages")
@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_is_claimed():
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (2, "error: torch finds no GPU that it can use\n")
+    assert (done.returncode, done.stderr) == (2, "error: torch cannot find a usable GPU\n")
 
 
 def test_an_unknown_stage_is_refused(capsys, monkeypatch):

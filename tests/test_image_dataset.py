@@ -78,7 +78,7 @@ def test_names_of_split_folders_may_be_capitalized(tmp_path):
     splits = build(str(tmp_path))
     assert (splits.class_names, len(splits.train), len(splits.test)) == (("cat", "dog"), 2, 1)
     write_folders(tmp_path, "train/cat", count=1)
-    with pytest.raises(ValueError, match="has two folders of the split train: Train and train"):
+    with pytest.raises(ValueError, match="has two folders for the split train: Train and train"):
         build(str(tmp_path))
 
 
@@ -146,7 +146,7 @@ def test_hidden_and_empty_folders(tmp_path, caplog):
             f"1 of 3 files in '{path}/cat' is left out: 1 hidden",
             f"2 of 2 files in '{path}/.checkpoints' are left out: 2 hidden",
             f"2 of 2 files in '{path}/__MACOSX' are left out: 2 hidden",
-            f"'{path}/eel' holds no images, and is left out",
+            f"'{path}/eel' contains no images and is left out",
         ]
     )
     assert set(caplog.messages) <= set(splits.notes)
@@ -544,7 +544,7 @@ def test_files_that_are_left_out_are_counted_by_folder_and_suffix(tmp_path, capl
         f"4 of 24 files in '{path}/b' are left out: 1 .bak, 1 .txt, 1 .mpg, 1 .pdf",
         f"1 of 1 file in '{path}/empty' is left out: 1 .heic",
         f"1 of 1 file in '{path}' is left out: 1 .csv",
-        f"'{path}/empty' holds no images, and is left out",
+        f"'{path}/empty' contains no images and is left out",
     )
     assert len(splits.train) + len(splits.test) == 22
     sort = lambda notes: sorted("".join(sorted(note)) for note in notes)  # suffixes in any order
@@ -568,7 +568,7 @@ def test_splits_columns_and_files_that_are_not_used_are_named(tmp_path):
     (tmp_path / "a" / "0.png").write_bytes(encoded(0))
     assert build(path).notes == (
         f"1 of 1 file in '{path}' is left out: 1 .png",
-        f"'{path}/old' holds no images, and is left out",
+        f"'{path}/old' contains no images and is left out",
         "splits not used: test",
     )
     for name in ("train", "test"):
@@ -597,7 +597,7 @@ def test_similar_class_names_are_noted(tmp_path, other):
 def test_classes_without_training_images_are_noted(tmp_path):
     write_parquet(tmp_path / "train.parquet", [1, 2, 1, 2])
     notes = build(tmp_path, test_fraction=0.5).notes
-    assert "no training examples of the classes 0" in notes
+    assert "classes without training examples: 0" in notes
 
 
 def test_conversions_are_counted(tmp_path):
@@ -620,11 +620,11 @@ def test_conversions_are_counted(tmp_path):
         "2 of 11 training images have several frames or pages, of which the first is read",
         "1 of 11 training images are converted from CMYK to RGB",
         "1 of 11 training images are turned upright by their EXIF orientation",
-        "images are resized to another aspect ratio: by up to 2.00 times",
+        "images are resized to another aspect ratio, by a factor of up to 2.00",
     }
     grey = build(tmp_path, **{**GREY, "test_crop": 1.0}).notes
     assert "5 of 11 training images are converted to grayscale" in grey
-    assert "images are cropped to the center: up to 50% of a side is not seen" in grey
+    assert "images are cropped to the center: up to 50% of a side is cut off" in grey
 
 
 def test_a_large_folder_is_sampled(tmp_path, monkeypatch):
@@ -639,7 +639,7 @@ def test_a_large_folder_is_sampled(tmp_path, monkeypatch):
 def test_classes_without_test_images_are_noted(tmp_path):
     write_parquet(tmp_path / "train.parquet", [0, 1, 0, 1])
     write_parquet(tmp_path / "test.parquet", [0, 0])
-    assert "no test examples of the classes 1" in build(tmp_path).notes
+    assert "classes without test examples: 1" in build(tmp_path).notes
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -416,7 +416,7 @@ def test_integers_of_unknown_range_are_refused(dtype):
 def test_floats_outside_the_range_are_refused(value):
     pixels = torch.zeros(1, 6, 5)
     pixels[0, 0, 0] = value
-    with pytest.raises(ValueError, match=r"pixels are floats from .* expected 0 to 1, or bytes"):
+    with pytest.raises(ValueError, match=r"pixels are floats from .* expected floats from 0 to 1"):
         check_unit_range(pixels)
 
 

@@ -269,7 +269,7 @@ def test_quoted_cells_of_tables_are_read_as_written(tmp_path, columns):
         rows_read = list(read_rows(path))
         read = [row.cells.get("text") for row in rows_read]
         faults = [row.fault for row in rows_read if row.fault]
-        assert all("quotation marks may enclose" in fault for fault in faults)
+        assert all("unclear whether quotation marks enclose" in fault for fault in faults)
         # Each ambiguous row is named, and no other is changed.
         expected = [None if row.fault else x for row, x in zip(rows_read, values, strict=True)]
         assert read == expected
@@ -285,7 +285,10 @@ def test_quotation_marks_in_tabbed_tables_without_quoted_cells(tmp_path):
     assert read == [*texts[:4], "quoted", texts[5]]
     path.write_text("text\tlabel\n" + "\n".join([lines[0], "fine\t1", 'of all"\t1', *lines]))
     found = list(read_rows(path))
-    message = "a.tsv, line 2: invalid table row: quotation marks may enclose the text up to line 4"
+    message = (
+        "a.tsv, line 2: invalid table row: it is unclear whether quotation marks enclose the text "
+        "up to line 4"
+    )
     assert message in f"{found[0].place}: {found[0].fault}"
     assert [row.cells["text"] for row in found[1:]] == read
     with pytest.raises(ValueError, match="or belong to the text; write the table as"):
@@ -325,7 +328,7 @@ def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
     assert sorted(texts_of(data)) == [f"text {i}" for i in range(8)]
     assert data.notes == (
         f"left out 2 empty lines of {path}",
-        f"left out 1 rows of {path} that cannot be read",
+        f"left out 1 row of {path} that cannot be read",
     )
 
 
@@ -370,7 +373,8 @@ def test_files_and_texts_that_are_left_out_are_noted(tmp_path):
     data = build(tmp_path, length=30)
     longer = [sum(len(row.texts[0]) > 30 for row in part.rows) for part in (data.train, data.test)]
     assert data.notes == (
-        f"left out 5 files of {tmp_path} of other types: 1 .json, 2 .md, 1 .png, 1 without suffix",
+        f"left out 5 files of other types in {tmp_path}: 1 .json, 2 .md, 1 .png, "
+        "1 without a suffix",
         "2 of 20 examples are held out, because there is no test split",
         f"{longer[0]} of 18 training texts are longer than 30 tokens and are truncated",
         f"{longer[1]} of 2 test texts are longer than 30 tokens and are truncated",

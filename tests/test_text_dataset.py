@@ -449,10 +449,10 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
     for _ in range(2):  # the second time from the cache
         data = build(folder, on_error="skip")
         assert data.notes == (
-            f"left out 3 files of {folder} of other types: 2 .md, 1 .png",
-            f"left out 1 of 4 documents of {folder}, train, that cannot be read",
-            f"left out 2 empty documents of {folder}, train",
-            "6 of 14 tokens, the last ones, are held out, because there is no test split",
+            f"left out 3 files of other types in {folder}: 2 .md, 1 .png",
+            f"left out 1 of 4 documents of {folder} (split train) that cannot be read",
+            f"left out 2 empty documents of {folder} (split train)",
+            "the last 6 of 14 tokens are held out, because there is no test split",
         )
     write(tmp_path / "plain" / "a.txt", "one", "", "two")
     write(tmp_path / "plain" / "b.log", "three")
@@ -460,15 +460,15 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
     data = build(tmp_path / "plain")
     assert (texts_of(data.train), texts_of(data.test)) == (["one", "two"], ["three"])
     assert data.notes == (
-        f"left out 1 file of {tmp_path / 'plain'} of other types: 1 .png",
-        f"left out 1 empty document of {tmp_path / 'plain'}, train",
-        "6 of 14 tokens, the last ones, are held out, because there is no test split",
+        f"left out 1 file of other types in {tmp_path / 'plain'}: 1 .png",
+        f"left out 1 empty document of {tmp_path / 'plain'} (split train)",
+        "the last 6 of 14 tokens are held out, because there is no test split",
     )
     for name in ("a", "b", "c"):
         (tmp_path / "files" / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / "files" / f"{name}.txt").write_text("" if name == "b" else name)
     data = build(tmp_path / "files", sample_by="file")
-    assert data.notes[0] == f"left out 1 empty document of {tmp_path / 'files'}, train"
+    assert data.notes[0] == f"left out 1 empty document of {tmp_path / 'files'} (split train)"
 
 
 def test_repeated_names_of_columns_are_refused(tmp_path):

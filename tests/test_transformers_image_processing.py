@@ -104,7 +104,7 @@ def test_the_type_of_an_array_determines_its_range(channels):
         with pytest.raises(ValueError, match=rf"pixels have type {kind}, expected uint8"):
             processor(dark.to(kind))
     for floats in (dark * 255.0, dark * float("nan"), -1.0 * dark):
-        with pytest.raises(ValueError, match=r"pixels are floats .* expected 0 to 1"):
+        with pytest.raises(ValueError, match=r"pixels are floats .* expected floats from 0 to 1"):
             processor(floats)
 
 
@@ -147,9 +147,9 @@ def test_no_step_of_the_processor_can_be_turned_off(step):
 def test_the_processor_refuses_images_without_pixels():
     processor = OnescanImageProcessor(size={"height": 2, "width": 2})
     for image in (torch.zeros(3, 0, 4), np.zeros((0, 4, 3), np.uint8)):
-        with pytest.raises(ValueError, match="expected no size 0"):
+        with pytest.raises(ValueError, match="expected no empty axis"):
             processor(image)
     with pytest.raises(ValueError, match="images is empty"):
         processor([])
-    with pytest.raises(ValueError, match="expected a height and a width"):
+    with pytest.raises(ValueError, match="expected the keys 'height' and 'width'"):
         OnescanImageProcessor(size={"shortest_edge": 2})

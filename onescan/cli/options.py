@@ -52,7 +52,7 @@ class ComputeConfig:
     """Backend and precision of a command."""
 
     backend: Literal["auto", "torch", "triton"] = "auto"
-    """Backend of the ops: torch, triton (kernels), or auto, which chooses."""
+    """Backend of the ops: torch, triton (kernels), or auto, which chooses between them."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matrix products: highest is float32, high TensorFloat-32 and medium
     bfloat16, where the hardware supports them."""

@@ -82,13 +82,13 @@ def _read_input() -> str:
         prompt = sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"prompt on standard input is not valid {sys.stdin.encoding} from byte {error.start} "
-            "on; set PYTHONIOENCODING to its encoding"
+            f"prompt on standard input is not valid {sys.stdin.encoding} at byte {error.start}; "
+            "set PYTHONIOENCODING to the encoding of the input"
         ) from error
     if "\0" in prompt:  # such as in UTF-16 without a byte order mark
         raise ValueError(
-            f"prompt on standard input has NUL characters in {sys.stdin.encoding}; set "
-            "PYTHONIOENCODING to its encoding"
+            f"prompt on standard input contains NUL characters if read as "
+            f"{sys.stdin.encoding}; set PYTHONIOENCODING to the encoding of the input"
         )
     return prompt
 

@@ -129,7 +129,7 @@ class RandomAffine:
 def _check_two_axes(images: Tensor) -> None:
     """Raise ValueError for signals, videos and volumes."""
     if (axes := images.ndim - 2) != 2:  # noqa: PLR2004
-        raise ValueError(f"task.augment changes images, which have 2 axes, but the data has {axes}")
+        raise ValueError(f"task.augment expects images, which have 2 axes, but the data has {axes}")
 
 
 def affine_matrices(

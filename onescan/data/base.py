@@ -97,14 +97,14 @@ def held_out_note(held_out: int, count: int) -> str:
 def missing_classes_note(
     labels: Labels, names: Sequence[str], *, part: str = "training"
 ) -> list[str]:
-    """Return a note on the classes without an example in a part, if there are any."""
+    """Return a note on the classes without examples in a part, if there are any."""
     counts = labels.bincount(minlength=len(names)).tolist()
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
-    return [f"no {part} examples of the classes {listed(missing)}"] if missing else []
+    return [f"classes without {part} examples: {listed(missing)}"] if missing else []
 
 
 def similar_names_note(names: Sequence[str]) -> list[str]:
-    """Return a note on classes with the same name but for case, spaces, Unicode form or zeros.
+    """Return a note on class names that differ only in case, spaces, Unicode form or zeros.
 
     >>> similar_names_note(["Cat", "cat ", "dog", "1", "01", "1.0"])
     ["separate classes have similar names: 'Cat' and 'cat ', '1' and '01' and '1.0'"]

@@ -215,7 +215,8 @@ def _read_table(
         raise ValueError(f"{path} holds no rows")
     report_unreadable(str(path), failures)
     if failures:
-        notes.append(f"left out {len(failures)} lines of {path} that cannot be read")
+        lines = "line" if len(failures) == 1 else "lines"
+        notes.append(f"left out {len(failures)} {lines} of {path} that cannot be read")
     if empty:
         notes.append(f"left out {empty} empty {'line' if empty == 1 else 'lines'} of {path}")
     return rows

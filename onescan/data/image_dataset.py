@@ -51,7 +51,7 @@ LABEL_NAMES = ("label", "labels", "class", "fine_label", "target")
 MIN_CLASSES = 2
 MAX_CLASSES = 1_000_000  # more are a mistake, such as a column of other numbers
 SURVEYED = 1_000  # images whose headers are read to describe how they are converted
-SHARP = 0.01  # fraction of a side that may be cropped, or stretched, without a note
+SHARP = 0.01  # fraction of a side that may be cropped or stretched without a note
 OTHER_COLORS = ("CMYK", "YCbCr", "LAB", "HSV")  # modes that are converted to RGB
 FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
 
@@ -506,10 +506,12 @@ def describe_images(data: ImageDataset) -> list[str]:
     if 1 - seen > SHARP:
         where = " in evaluation" if data.reader.crop else ""
         notes.append(
-            f"images are cropped to the center: up to {1 - seen:.0%} of a side is not seen{where}"
+            f"images are cropped to the center: up to {1 - seen:.0%} of a side is cut off{where}"
         )
     if stretched - 1 > SHARP:
-        notes.append(f"images are resized to another aspect ratio: by up to {stretched:.2f} times")
+        notes.append(
+            f"images are resized to another aspect ratio, by a factor of up to {stretched:.2f}"
+        )
     return notes
 
 

@@ -164,7 +164,7 @@ def is_image_name(name: str) -> bool:
 def open_image(file: Path | BytesIO) -> Image.Image:
     """Open an image file in one of `FORMATS`, regardless of its name.
 
-    Damaged metadata of PNG and JPEG files are ignored.
+    Damaged metadata in PNG and JPEG files is ignored.
 
     Raises:
         UnidentifiedImageError: If it has another format.
@@ -188,7 +188,7 @@ def open_image(file: Path | BytesIO) -> Image.Image:
 
 
 def _without_metadata(file: Path | BytesIO) -> BytesIO:
-    """Return a PNG or JPEG file without what is not needed to decode its pixels upright.
+    """Return a PNG or JPEG file with only what is needed to decode its pixels upright.
 
     Raises:
         UnidentifiedImageError: If it has another format.
@@ -200,7 +200,7 @@ def _without_metadata(file: Path | BytesIO) -> BytesIO:
             return BytesIO(_needed_of_png(signature + stream.read()))
         if signature.startswith(JPEG_SIGNATURE):
             return BytesIO(_needed_of_jpeg(signature + stream.read()))
-    raise UnidentifiedImageError("no PNG or JPEG file")
+    raise UnidentifiedImageError("not a PNG or JPEG file")
 
 
 def _needed_of_png(content: bytes) -> bytes:
@@ -244,7 +244,7 @@ def _upright_transpose(image: Image.Image, *, decodes: bool = True) -> Image.Tra
 
 
 class ImageHeader(NamedTuple):
-    """What a file tells about its image before the pixels are decoded.
+    """What is known about an image before its pixels are decoded.
 
     Attributes:
         width: Of the upright image, in pixels.
@@ -374,9 +374,8 @@ def _resize(
     """Crop and resize, in the given mode or, for more than 8 bits, in floats from 0 to 1."""
     if not isinstance(image, JpegImageFile):
         if image.format == "TIFF":
-            _upright_transpose(
-                image
-            )  # Pillow reads metadata once, so damage raises no error while loading
+            # Pillow reads metadata once, so damaged metadata raise no error while loading.
+            _upright_transpose(image)
         image.load()  # also turns TIFF files upright
     transpose = _upright_transpose(image)
     width, height = image.size[::-1] if transpose in SIDEWAYS else image.size
@@ -449,7 +448,7 @@ def _convert(image: Image.Image, mode: str) -> Image.Image:
 
 
 def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type with the machine's byte order, which torch needs; long doubles are float64.
+    """Return the type in the machine's byte order, which torch needs; float64 for long doubles.
 
     >>> native_type(np.dtype(">f4")), native_type(np.dtype(np.longdouble))
     (dtype('float32'), dtype('float64'))
@@ -488,7 +487,7 @@ def check_unit_range(pixels: AnyGrid) -> None:
     low, high = (bound.item() for bound in torch.aminmax(pixels)) if pixels.numel() else (0, 1)
     if not (low >= -PIXEL_STEP and high <= 1 + PIXEL_STEP):  # also true for NaN
         raise ValueError(
-            f"pixels are floats from {low:.4g} to {high:.4g}, expected 0 to 1, or bytes"
+            f"pixels are floats from {low:.4g} to {high:.4g}, expected floats from 0 to 1, or uint8"
         )
 
 

@@ -1,4 +1,4 @@
-"""The part of every sequence, or of every batch, that one process of several processes."""
+"""The part of each sequence or batch that one of several processes handles."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class Share(NamedTuple):
-    """A shard of a sequence: consecutive positions, along axis 0 of a grid. Or rows of a batch.
+    """A shard of a sequence (consecutive positions along axis 0 of a grid), or rows of a batch.
 
     Shards are as equal as possible. If there are fewer patches than ranks, some shards are empty.
 
     Attributes:
-        rank: Rank of this process in the group across which each sequence, or batch, is sharded.
+        rank: Rank of this process in the group across which each sequence or batch is sharded.
         size: Number of ranks in the group.
         patch: Patch size along the axis. Shards consist of whole patches.
 

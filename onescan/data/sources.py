@@ -25,7 +25,7 @@ Chosen = dict[str, str]  # the split in each role, "train" and "test"
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"
 # Raised by the datasets library for damaged rows and for a state that is not its own.
 UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
-HIDDEN = (".", "__")  # begin of the names of files and folders that are left out
+HIDDEN = (".", "__")  # prefixes of the names of files and folders that are left out
 MAX_LOGGED = 10  # messages on unreadable rows
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
@@ -183,7 +183,7 @@ class FolderCount:
     def keeps(self, file: str, is_used: bool, *, is_hidden: bool = False) -> bool:
         """Count a file; return whether it is used, which hidden files are not.
 
-        Of hidden files, only those are counted that would be used otherwise.
+        Hidden files are counted only if they would otherwise be used.
         """
         if is_hidden:
             self.files += is_used
@@ -196,7 +196,7 @@ class FolderCount:
         return is_used
 
     def describe(self, folder: str) -> str:
-        """Say how many files are left out; an empty string if none is."""
+        """Return how many files are left out, in words; an empty string if none are."""
         if not self.left_out.total():
             return ""
         kinds = listed(
@@ -229,7 +229,7 @@ def images_below(folder: str) -> list[str]:
 def report_left_out(counts: Mapping[str, FolderCount]) -> list[str]:
     """Log the files that are left out of each folder, and return the messages.
 
-    Of more than `MAX_LOGGED` folders, the rest are summed up.
+    If there are more than `MAX_LOGGED` folders, the rest are combined in one message.
     """
     notes = [note for folder, count in counts.items() if (note := count.describe(folder))]
     if len(notes) > MAX_LOGGED:
@@ -253,7 +253,7 @@ def _split_folders(folder: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
         name = entry.name.lower() if entry.name.lower() in SPLITS else entry.name
         if name in below:
             raise ValueError(
-                f"data.path is {folder!r}, which has two folders of the split {name}: "
+                f"data.path is {folder!r}, which has two folders for the split {name}: "
                 f"{Path(below[name]).name} and {entry.name}"
             )
         below[name] = entry.path
@@ -274,7 +274,7 @@ def _has_images(folder: str) -> bool:
 
 
 def _without_images(folder: str) -> str:
-    message = f"{folder!r} holds no images, and is left out"
+    message = f"{folder!r} contains no images and is left out"
     _warn(message)
     return message
 

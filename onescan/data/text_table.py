@@ -182,7 +182,8 @@ class TextTableConfig(DataConfig):
             notes.append(f"splits not used: {listed(unused)}")
         report_unreadable(self.path, failures)
         if failures:
-            notes.append(f"left out {len(failures)} rows of {self.path} that cannot be read")
+            rows = "row" if len(failures) == 1 else "rows"
+            notes.append(f"left out {len(failures)} {rows} of {self.path} that cannot be read")
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
         classes = {name: place for place, name in enumerate(names)}

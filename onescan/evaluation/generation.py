@@ -515,13 +515,13 @@ def _reference_frequencies(reference: Reference, samples: Source) -> tuple[int, 
     if not reference.frequencies or len(theirs) != len(ours):
         raise ValueError(
             f"class_distribution is 'reference', but the reference has {len(theirs)} known "
-            f"classes and the model {len(ours)}, expected the same classes"
+            f"classes and the model has {len(ours)}; expected the same classes"
         )
     for i, (its, own) in enumerate(zip(theirs, ours, strict=True)):
         if its != own and not {*theirs}.isdisjoint(ours):
             raise ValueError(
                 f"class_distribution is 'reference', but class {i} is {its!r} in the reference and "
-                f"{own!r} in the model, expected the same order of classes"
+                f"{own!r} in the model; expected the same order of classes"
             )
     return reference.frequencies
 

@@ -99,7 +99,7 @@ class OnescanLM(TemplateLM):
 
         Both are encoded together, as by lm-eval's own models: white space at the end of the context
         belongs to the continuation, whose tokens are those after as many tokens as the context has
-        on its own. If there are none, because one token extends over the join, the continuation
+        on its own. If there are none, because one token spans the boundary, the continuation
         is encoded on its own.
 
         Raises:
@@ -229,7 +229,7 @@ class OnescanLM(TemplateLM):
         """
         if not text:
             raise ValueError(
-                f"a task requests the likelihood of {request[1]!r}, an empty text without tokens"
+                f"a task requests the likelihood of {request[1]!r}, which has no tokens"
             )
         context = context or [self.eot_token_id]
         if self.most_tokens is None:

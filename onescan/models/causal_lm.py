@@ -143,9 +143,10 @@ class CausalLM(nn.Module):
         Args:
             tokens: Token ids; with a state, the tokens after those already read.
             state: State returned by a previous call. ``None`` starts a new sequence.
-            keep: True for real tokens, False for padding, which has no effect on them wherever it
-                is: positions count real tokens. With a state, a call waits for the device, and
-                reads padded tokens one by one unless padding has no effect on the mixers.
+            keep: True for real tokens, False for padding. Padding may be anywhere and does not
+                affect real tokens, because positions count only real tokens. With a state, a call
+                waits for the device, and reads padded inputs token by token unless padding has no
+                effect on the mixers.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document. Pass it on the CPU: a tensor on
                 another device is copied to the CPU, which waits for that device once.

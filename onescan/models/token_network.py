@@ -280,9 +280,10 @@ class TokenNetwork(nn.Module):
         Args:
             tokens: Token ids.
             segments: Segment of each token, for networks with segment embeddings.
-            keep: True for real tokens, False for padding, which has no effect on them wherever it
-                is: positions count real tokens. With a state, a call waits for the device, and
-                reads padded tokens one by one unless padding has no effect on the mixers.
+            keep: True for real tokens, False for padding. Padding may be anywhere and does not
+                affect real tokens, because positions count only real tokens. With a state, a call
+                waits for the device, and reads padded inputs token by token unless padding has no
+                effect on the mixers.
             documents: Number of the document that each token belongs to, for several documents in
                 one row. Tokens read only their own document. Pass it on the CPU: a tensor on
                 another device is copied to the CPU, which waits for that device once.
@@ -295,7 +296,7 @@ class TokenNetwork(nn.Module):
                 in the order of the blocks.
             outputs: List to which the input of the first block and the output of each block are
                 appended.
-            ends: Whether no real token follows padding in later calls. Tokens after a state are
+            ends: True if no real token follows padding in later calls. Tokens after a state are
                 then read together, even if some are padding.
 
         Returns:
@@ -360,7 +361,9 @@ class TokenNetwork(nn.Module):
         if self.config.skips_padding or self.config.state_block != 1:
             return False
         if sequence_group(None) is not None and not keep.all():
-            raise ValueError("keep was given with a state over several ranks, expected no padding")
+            raise ValueError(
+                "keep contains padding, which a state over several ranks does not support"
+            )
         return keep.shape[1] == 1 or not keep.all()
 
     def _read_steps(
@@ -531,7 +534,7 @@ class TokenNetwork(nn.Module):
         if self.config.state_block is None:
             raise ValueError(
                 "state was given to a model with position.bidirectional=True, whose tokens read "
-                "later ones; expected a position encoding in one direction"
+                "later ones; expected a position encoding with bidirectional=False"
             )
         if state.continues is False:
             raise ValueError(

@@ -221,8 +221,8 @@ def _check_nothing_is_left(model: nn.Module, replaced: Collection[str]) -> None:
         some = ", ".join(f"{name} ({kind})" for name, kind in left[:_SHOWN])
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise ValueError(
-            f"model has attention that cannot be replaced: {some}{more}; expected modules of the "
-            f"classes MultiheadAttention, {', '.join(_PROJECTIONS)} only"
+            f"model has attention that cannot be replaced: {some}{more}; expected only modules "
+            f"of the classes MultiheadAttention, {', '.join(_PROJECTIONS)}"
         )
 
 

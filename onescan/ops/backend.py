@@ -50,9 +50,8 @@ def use_backend(backend: Backend) -> Iterator[None]:
     """Set what "auto" means inside a `with` block, in all ops and therefore in whole models.
 
     With "triton", every call that kernels support uses them, on any GPU; all other calls run in
-    torch. The setting applies to the whole
-    process, not to one thread. With activation checkpointing, the backward pass must run inside the
-    context too.
+    torch. The setting applies to the whole process, not to one thread. With activation
+    checkpointing, the backward pass must run inside the context too.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -164,11 +163,13 @@ def why_not_by_default(device: torch.device) -> str | None:
         return f"{gpu.name} is not an NVIDIA GPU"
     if (gpu.major, gpu.minor) < CAPABILITY:
         needed = ".".join(map(str, CAPABILITY))
-        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, expected {needed}"
+        return (
+            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, expected {needed} or above"
+        )
     kib = getattr(gpu, "shared_memory_per_block_optin", 0) // 1024  # unknown to older torch
     needed_kib = shared_memory_kib(chip_of(device))
     if 0 < kib < needed_kib:
-        return f"{gpu.name} has {kib} KiB of shared memory per block, expected {needed_kib}"
+        return f"{gpu.name} has {kib} KiB of shared memory per block, expected {needed_kib} or more"
     return None
 
 
@@ -185,8 +186,8 @@ def _uses_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
             if is_gpu and not torch.compiler.is_compiling() and reason not in _warned:
                 _warned.add(reason)
                 warnings.warn(
-                    f"ops run in plain PyTorch: {reason}; use_backend('triton') runs them as "
-                    "kernels all the same",
+                    f"ops run in plain PyTorch: {reason}; use_backend('triton') uses "
+                    "kernels anyway",
                     stacklevel=2,
                 )
             return False

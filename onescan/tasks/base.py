@@ -87,11 +87,12 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         """Return the training loss, and metrics to log. The model is in training mode.
 
-        All are means over the labels that `count_labels` counts, and 0 if there are none.
+        The loss and metrics are means over the labels that `count_labels` counts, and 0 if there
+        are none.
         """
 
     def count_labels(self, batch: Batch) -> int:
-        """Return the number of labels over which `loss` averages, by default that of examples.
+        """Return the number of labels that `loss` averages over, by default one per example.
 
         The loss of an optimizer step is the mean over all its labels: if a batch is split, over
         processes or gradient accumulation steps, each part is weighted by its number of labels.
@@ -144,7 +145,7 @@ class Task(ABC):
         Args:
             batch: The rows of this process.
             seed: Random seed, also of torch's global generators at the time of the call.
-            rows: Which part of all rows they are.
+            rows: Which part of the whole batch these rows are.
         """
         del seed, rows
         return batch

@@ -30,7 +30,7 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield the text that the model generates after a prompt, piece by piece.
 
-    The prompt and the pieces are together the decoded text of all tokens.
+    The prompt followed by the pieces is the decoded text of all tokens.
 
     Args:
         model: Model in evaluation mode.

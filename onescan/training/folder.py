@@ -267,17 +267,18 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
         manifest: Of the run.
         task: Task on the data as it is now.
         folder: Folder of the run, for the message.
-        resume: Whether the run is to be resumed, which also needs as many training examples.
+        resume: Whether the run is to be resumed, which also requires the same number of training
+            examples.
 
     Raises:
         ValueError: If something differs.
     """
     changes = [_class_change(manifest.class_names, task.class_names)]
     if manifest.format != task.format:
-        changes.append(f"format was {manifest.format!r} and is {task.format!r}")
+        changes.append(f"format was {manifest.format!r} and is now {task.format!r}")
     if resume and manifest.examples != len(task.train):
         changes.append(
-            f"there were {manifest.examples:,} training examples and are {len(task.train):,}"
+            f"there were {manifest.examples:,} training examples, now there are {len(task.train):,}"
         )
     if found := [change for change in changes if change]:
         remedy = ", or start in another folder" if resume else ""
@@ -291,12 +292,12 @@ def _class_change(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     """Describe the first difference between class names; empty if there is none.
 
     >>> _class_change(("cat", "dog"), ("dog", "cat"))
-    "class 0 was 'cat' and is 'dog'"
+    "class 0 was 'cat' and is now 'dog'"
     """
     if len(before) != len(now):
-        return f"there were {len(before)} classes and are {len(now)}"
+        return f"there were {len(before)} classes, now there are {len(now)}"
     pairs = enumerate(zip(before, now, strict=True))
-    return next((f"class {i} was {a!r} and is {b!r}" for i, (a, b) in pairs if a != b), "")
+    return next((f"class {i} was {a!r} and is now {b!r}" for i, (a, b) in pairs if a != b), "")
 
 
 def _run_in(folder: Path) -> RunConfig:

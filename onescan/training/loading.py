@@ -246,8 +246,8 @@ def init_from(name: str, model: nn.Module, class_names: tuple[str, ...] = ()) ->
     other = source.model
     if source.class_names != class_names and set(source.class_names) == set(class_names):
         raise ValueError(
-            f"init_from is {name!r}, whose classes are those of the data in another order: "
-            f"{', '.join(source.class_names)}, not {', '.join(class_names)}"
+            f"init_from is {name!r}, whose classes are in another order than the data: "
+            f"{', '.join(source.class_names)} instead of {', '.join(class_names)}"
         )
     there, here = other.state_dict(), model.state_dict()
     theirs, ours = _mixers(other), _mixers(model)

@@ -5,7 +5,7 @@ from the weights, the optimizer state, the step and the position in the data. Al
 same masks and noise, and processes of one sequence the same augmentation, but each draws dropout
 for its own tokens.
 
-The loss of a step is the mean over the labels of its whole batch, however the batch is split: over
+The loss of a step is the mean over the labels of its whole batch, however the batch is split over
 processes, accumulation steps, and micro-batches of a growing batch.
 """
 

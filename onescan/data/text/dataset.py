@@ -170,8 +170,8 @@ class _Builder:
         cut = _split_point(train, config.test_fraction, config.path)
         held_out = len(train.tokens) - cut
         self.notes.append(
-            f"{held_out:,} of {len(train.tokens):,} tokens, the last ones, are held out, because "
-            "there is no test split"
+            f"the last {held_out:,} of {len(train.tokens):,} tokens are held out, because there is "
+            "no test split"
         )
         train, test = train.part(0, cut), train.part(cut, len(train.tokens))
         if self.frame is not None:
@@ -241,12 +241,12 @@ class _Builder:
             total = count + len(corpus.ends)
             log.warning("skipped %d of %d documents of %s", count, total, source.path)
             self.notes.append(
-                f"left out {count} of {total} documents of {source.path}, {split}, that cannot be "
-                "read"
+                f"left out {count} of {total} documents of {source.path} (split {split}) that "
+                "cannot be read"
             )
         if count := corpus.blank_count:
             plural = "document" if count == 1 else "documents"
-            self.notes.append(f"left out {count} empty {plural} of {source.path}, {split}")
+            self.notes.append(f"left out {count} empty {plural} of {source.path} (split {split})")
         if config.long_documents == "raise":
             self.reader.check_lengths(corpus, shards, config.length)
         return corpus

@@ -62,7 +62,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if not is_table(path):
         raise ValueError(
             f"{path} is not a table, expected a name ending in {', '.join(READERS)}, or one of "
-            "these and .gz"
+            "these followed by .gz"
         )
     if not path.is_file():
         raise ValueError(f"there is no file {path}")

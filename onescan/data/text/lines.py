@@ -176,7 +176,7 @@ class Decoded(NamedTuple):
 def decode(content: bytes) -> Decoded:
     """Decode text in UTF-8."""
     if found := NOT_TEXT.search(content):
-        fault = f"this is not text in UTF-8: it has the control characters {found[0]!r}"
+        fault = f"this is not text in UTF-8: it contains the control characters {found[0]!r}"
         return Decoded("", fault.replace("b'", "'"), found.start())
     try:
         return Decoded(content.decode())

@@ -261,15 +261,15 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
 
 
 def left_out_note(path: str, files: Sequence[Path]) -> str:
-    """Return a note on the files that are left out, with their number by type.
+    """Return a note that counts the files that are left out, by type.
 
     >>> left_out_note("texts", [Path("a.md"), Path("b.md"), Path("c")])
-    'left out 3 files of texts of other types: 2 .md, 1 without suffix'
+    'left out 3 files of other types in texts: 2 .md, 1 without a suffix'
     """
-    counts = Counter(file_type(file) or "without suffix" for file in files)
+    counts = Counter(file_type(file) or "without a suffix" for file in files)
     listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     plural = "file" if len(files) == 1 else "files"
-    return f"left out {len(files)} {plural} of {path} of other types: {listed}"
+    return f"left out {len(files)} {plural} of other types in {path}: {listed}"
 
 
 def read_texts(source: TextSource, split: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ def _fault(cells: list[str]) -> str:
     """Return why cells are not text; empty if they are."""
     text = "\n".join(cells)
     if "\0" in text:
-        return "invalid table row: it has the control character '\\x00'"
+        return "invalid table row: it contains the control character '\\x00'"
     try:
         text.encode(errors="surrogateescape").decode()
     except UnicodeDecodeError as error:
@@ -221,8 +221,9 @@ def _split_tabs(lines: Lines, count: int) -> Iterator[Parsed]:
                 whole = [each.text for each in list(ahead.ahead)[:length] if each.text]
                 if all(len(_literal_cells(text)) == count for text in whole):
                     fault = (
-                        f"invalid table row: quotation marks may enclose the text up to line "
-                        f"{last.number}, or belong to the text; write the table as .csv or .jsonl"
+                        "invalid table row: it is unclear whether quotation marks enclose the text "
+                        f"up to line {last.number} or belong to the text; write the table as .csv "
+                        "or .jsonl"
                     )
         mark = ahead.ahead[size - 1].mark
         ahead.skip(size)

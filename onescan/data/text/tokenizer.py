@@ -130,11 +130,11 @@ class Tokenizer(ABC):
     def byte_lengths(self) -> NDArray[np.int64]:
         """Bytes that each id adds to a text, whatever the ids around it. Shape [size].
 
-        So the bytes of a text do not depend on where it is cut. They are exact for bytes and
-        byte-level BPE, where an id may be a part of a character. A byte of byte fallback is 1 byte.
-        For other tokenizers, they are the bytes that an id adds between two words, with the space
-        that the decoder adds: "##ing" of WordPiece has 3, "cat" and SentencePiece's "▁cat" 4.
-        Special tokens have none.
+        The number of bytes of a text therefore does not depend on where it is cut. It is exact for
+        bytes and byte-level BPE, where an id may be part of a character. A byte-fallback token
+        counts as 1 byte. Any other token counts as the bytes that it adds between two words,
+        including a space that the decoder adds: "##ing" of WordPiece has 3, "cat" and
+        SentencePiece's "▁cat" have 4. Special tokens have none.
         """
         ordinary = [i for i in range(self.size) if i not in self.special]
         decoded = ((i, self.decode([i])) for i in ordinary)
@@ -158,7 +158,7 @@ class Tokenizer(ABC):
     def stream(self, ids: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:
         """Decode ids one at a time, without splitting characters.
 
-        The text of the context and the yielded pieces are together what `decode` returns for all
+        The text of the context followed by the yielded pieces is what `decode` returns for all
         ids. The context must not end within a character.
 
         Args:
@@ -256,9 +256,8 @@ class ByteTokenizer(Tokenizer):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        letters = (
-            pre_tokenizers.ByteLevel.alphabet()
-        )  # one for each byte; most stand for themselves
+        # One letter for each byte; most bytes stand for themselves.
+        letters = pre_tokenizers.ByteLevel.alphabet()
         moved = iter(sorted(letter for letter in letters if ord(letter) >= self.end))
         table = [chr(i) if chr(i) in letters else next(moved) for i in range(self.end)]
         tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(table)}, []))

@@ -65,7 +65,7 @@ class _NativeFields:
         if not self.position or "max_tokens" not in self.position:
             raise ValueError(
                 f"max_position_embeddings is {value}, but the position encoding has no maximum "
-                "length; expected position of the type TokenPositionConfig"
+                "length; expected a position of type TokenPositionConfig"
             )
         self.position = {**self.position, "max_tokens": value}
 

@@ -49,7 +49,7 @@ class OnescanImageProcessor(BaseImageProcessor):
         super().__init__(**options)
         self.size = {"height": 224, "width": 224} if size is None else dict(size)
         if not {"height", "width"} <= set(self.size):
-            raise ValueError(f"size is {self.size}, expected a height and a width")
+            raise ValueError(f"size is {self.size}, expected the keys 'height' and 'width'")
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
         self.crop_pct = crop_pct
@@ -121,7 +121,7 @@ def _prepare(image_format: ImageFormat, image: Any) -> Pixels:
         image = torch.from_numpy(values.astype(native_type(values.dtype)))
     image = image.detach().cpu()
     if not image.numel():
-        raise ValueError(f"an image has shape {tuple(image.shape)}, expected no size 0")
+        raise ValueError(f"an image has shape {tuple(image.shape)}, expected no empty axis")
     unit = unit_pixels(image)
     check_unit_range(unit)
     is_bytes = image.dtype == torch.uint8

@@ -514,7 +514,7 @@ def _check_first_positions(position_ids: Tensor | None, keep: Tensor | None, rea
     if bool((first != read).any()):
         raise ValueError(
             f"position_ids begin at {first.tolist()}, expected {torch.as_tensor(read).tolist()}, "
-            "the number of real tokens before"
+            "the number of real tokens read before"
         )
 
 

@@ -92,8 +92,8 @@ class MixerConfig(ABC):
     def skips_padding(self) -> bool:
         """Whether real tokens are mixed as if masked tokens did not exist, wherever these are.
 
-        With other mixers, masked tokens occupy positions, so networks of texts move the real tokens
-        together first.
+        With other mixers, masked tokens occupy positions, so text networks first move the real
+        tokens together.
         """
         return False
 
@@ -212,7 +212,7 @@ class Mixer(nn.Module, ABC):
     def after_masked(self, before: Any, after: Any, keep: Keep) -> Any:
         """Return the state after one token, as if a masked token had not taken a position.
 
-        Networks of texts call it for causal mixers that do not skip padding. By default, rows with
+        Text networks call it for causal mixers that do not skip padding. By default, rows with
         a masked token keep the state before it; a mixer whose state counts positions overrides it.
 
         Args:
