@@ -483,6 +483,7 @@ def test_notes_on_arrays(tmp_path):
     assert notes == (
         "3 of 12 examples are held out, because there is no test split",
         "classes without training examples: 0",
+        "classes without test examples: 0",
     )
     both = {"x_train": x, "y_train": Y > 0, "x_test": x, "y_test": Y > 0}
     path = save(tmp_path / "b", "folder", **both, x_val=x, y_val=Y)

@@ -248,7 +248,7 @@ def test_a_report_shows_predicted_tokens_with_their_spaces(tmp_path):
     model.forward = lambda tokens, **_: torch.eye(11)[torch.full_like(tokens, 5)]  # always "▁bc"
     (first, *_) = _filled_masks(task, model)
     (row,) = (batch for index, batch in _rows(task.test) if index == 0)
-    tokens, _, labels = task.augment(row, seed=0)
+    tokens, _, labels = task.corrupt(row, seed=0)
     filled = torch.where(labels == -100, tokens, 5)[0].tolist()
     assert re.sub("<[^>]*>", "", str(first.body)).strip() == tokenizer.decode(filled).strip()
     assert " bc" in str(first.body)

@@ -103,13 +103,13 @@ def test_greedy_continuations_are_recognized():
 
 def test_a_context_of_several_texts_is_read_once():
     model = causal(CAUSAL["lion"])
-    shapes, forward = [], model.forward
+    shapes, forward = [], model.network.forward
 
     def counted(tokens, *rest, **options):
         shapes.append(tuple(tokens.shape))
         return forward(tokens, *rest, **options)
 
-    model.forward = counted
+    model.network.forward = counted
     wrapped(model)._loglikelihood_tokens([(("", ""), [5] * 30, [6, 7, i]) for i in range(8)])
     assert shapes == [(1, 30), (8, 2)]
 

@@ -328,6 +328,7 @@ def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
     assert sorted(texts_of(data)) == [f"text {i}" for i in range(8)]
     assert data.notes == (
         f"left out 2 empty lines of {path}",
+        "2 of 8 examples are held out, because there is no test split",
         f"left out 1 row of {path} that cannot be read",
     )
 

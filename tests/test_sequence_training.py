@@ -70,7 +70,7 @@ WORDS = "one scan reads every row of a grid and each word of a text"
 def in_float64(monkeypatch):
     """Compute in float64, so that only the order of sums differs."""
     before, standardize = torch.get_default_dtype(), GridFormat.standardize
-    monkeypatch.setattr(GridFormat, "standardize", lambda self, x: standardize(self, x.double()))
+    monkeypatch.setattr(GridFormat, "standardize", lambda self, x: standardize(self, x).double())
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)

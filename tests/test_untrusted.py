@@ -218,6 +218,8 @@ def test_damaged_image_tables(bad, command, tmp_path):
     def read_it(data):
         data["run"]["data"] = {"type": "ImageDatasetConfig", "path": str(path)}
         data["run"]["data"] |= {"image_size": [4, 4], "channels": 1, "mean": [0], "std": [1]}
+        data["run"]["data"]["test_crop"] = None
+        data["class_names"] = [str(i) for i in range(len(data["class_names"]))]
 
     edit(folder / "config.json", read_it)
     words = ("evaluate", folder, "--device", "cpu", "--workers", "0")
