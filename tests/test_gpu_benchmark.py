@@ -47,7 +47,8 @@ def test_calls_agree_with_their_references(op, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), ALL_CALLS)
 def test_calls_agree_in_half_precision(op, name):
-    for size in (Size(2, 1, 1, 4), Size(1, 37, 2, 5)):
+    # Narrow heads have small normalizers, by which gradients of single tokens are divided.
+    for size in (Size(2, 1, 1, 16), Size(1, 37, 2, 5)):
         assert max(errors_of(op, name, size, torch.float16)) < TOLERANCES[torch.float16]
 
 
