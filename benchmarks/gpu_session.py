@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 class Session(NamedTuple):
-    """Where the results of this session go, and how thorough it is.
+    """Where the results go, and how thorough the checks are.
 
     Attributes:
         out: Folder of the results.
