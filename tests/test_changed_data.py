@@ -9,10 +9,11 @@ from tiny_images import write_folders
 from tiny_run import StripesConfig, TinyModelConfig, press_ctrl_c_at, tiny_run
 
 from onescan.cli import main
-from onescan.data import ImageDatasetConfig
+from onescan.data import ArrayFormat, ImageDatasetConfig, ImageFormat
 from onescan.report import write_report
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import load, train
+from onescan.training.folder import _is_near
 from onescan.training.loading import init_from
 
 NOTES = ("3 of 36 images are left out: 3 .heic", "2 images were turned upright")
@@ -98,3 +99,12 @@ def test_notes_are_shown_saved_and_reported(tmp_path, capsys):
     assert all(f"<dd>{note}</dd>" in page for note in NOTES)
     assert main(["evaluate", str(folder), "--device", "cpu"]) == 0
     assert f"note: {NOTES[0]}\nnote: {NOTES[1]}\n" in capsys.readouterr().out
+
+
+def test_constants_may_be_rounded_but_not_changed():
+    format = ImageFormat(channels=1, height=2, width=2, mean=(0.1,), std=(0.2,))
+    assert _is_near(format, dataclasses.replace(format, mean=(0.1 + 1e-7,), std=(0.2 - 1e-7,)))
+    assert not _is_near(format, dataclasses.replace(format, mean=(0.101,)))
+    assert not _is_near(format, dataclasses.replace(format, std=(0.201,)))
+    assert not _is_near(format, dataclasses.replace(format, height=3))
+    assert not _is_near(format, ArrayFormat(channels=1, shape=(2, 2), mean=(0.1,), std=(0.2,)))

@@ -14,11 +14,13 @@ lock                held by the process that writes
 
 import dataclasses
 import json
+import operator
 import platform
 import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ from onescan.checkpoint.files import (
 )
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
-from onescan.data import Format
+from onescan.data import Format, GridFormat
 from onescan.ops.backend import default_kernels
 from onescan.tasks import Evaluation, Task
 from onescan.training.config import RunConfig, RunResult
@@ -63,6 +65,7 @@ RUN_FILES = {
 }
 MACHINE = "machine."  # a resumed run may have other settings below this
 MAX_SHOWN = 3  # differences
+ROUNDING = 1e-5  # of constants that standardize, as a fraction of the standard deviation
 RECREATE = "remove it and start the run again to recreate it"
 
 
@@ -274,7 +277,8 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
         ValueError: If something differs.
     """
     changes = [_class_change(manifest.class_names, task.class_names)]
-    if manifest.format != task.format:
+    same = operator.eq if resume else _is_near
+    if not same(manifest.format, task.format):
         changes.append(f"format was {manifest.format!r} and is now {task.format!r}")
     if resume and manifest.examples != len(task.train):
         changes.append(
@@ -286,6 +290,21 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
             f"the data has changed since the run in {folder} began: {found[0]}; restore the old "
             f"data{remedy}"
         )
+
+
+def _is_near(a: Format, b: Format) -> bool:
+    """Whether formats are equal, except for rounding of the constants that standardize grids.
+
+    Constants are computed from the data, not in the same way by all versions.
+    """
+    if not (isinstance(a, GridFormat) and isinstance(b, GridFormat)) or len(a.std) != len(b.std):
+        return a == b
+    near = all(
+        max(abs(m - n), abs(s - t)) <= ROUNDING * s
+        for m, n, s, t in zip(a.mean, b.mean, a.std, b.std, strict=True)
+    )
+    as_a: Any = b
+    return near and dataclasses.replace(as_a, mean=a.mean, std=a.std) == a
 
 
 def _class_change(before: tuple[str, ...], now: tuple[str, ...]) -> str:
