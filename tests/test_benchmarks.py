@@ -288,7 +288,7 @@ def commands(page):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/results.md"])
 def test_commands_of_pages_parse(page):
-    others = ("gpu", "gpu_counts", "launch_overhead")  # have parsers or tests of their own
+    others = ("gpu", "gpu_counts", "launch_overhead", "study")  # have parsers or tests of their own
     found = [command for command in commands(page) if command[0] not in others]
     assert found
     for name, arguments in found:

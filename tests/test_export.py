@@ -326,7 +326,7 @@ def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
         for side in ("right", "left"):
             rows, keep = padded(tokens, lengths, side)
             (scores,) = run(session, tokens=rows, keep=keep)
-            assert_near(scores, model(rows, keep))
+            assert_near(scores[keep.numpy()], model(rows, keep)[keep])  # padding may hold anything
             for row, real, text, length in zip(scores, keep, tokens, lengths, strict=True):
                 assert_near(row[real.numpy()], model(text[None, :length])[0])
 

@@ -42,12 +42,13 @@ class RealFirst(NamedTuple):
         >>> RealFirst.of(torch.tensor([[False, True, False, True]])).token.tolist()
         [[1, 3, 0, 2]]
         """
-        key = (keep if at_end else ~keep).long()
-        if sequence is not None:
-            key = key + 2 * sequence
-        token = torch.argsort(key, dim=1, stable=True)
-        steps = torch.arange(keep.shape[1], device=keep.device).expand_as(token)
-        return cls(token, torch.empty_like(token).scatter_(1, token, steps))
+        first = ~keep if at_end else keep
+        if sequence is None:  # counting is faster than sorting, and ONNX has no stable sort
+            count = first.cumsum(dim=1)
+            place = torch.where(first, count, count[:, -1:] + (~first).cumsum(dim=1)) - 1
+            return cls(_inverse(place), place)
+        token = torch.argsort(2 * sequence + ~first, dim=1, stable=True)
+        return cls(token, _inverse(token))
 
     def collect(self, x: Hidden) -> Hidden:
         """Move the real tokens together."""
@@ -56,6 +57,11 @@ class RealFirst(NamedTuple):
     def restore(self, x: Hidden) -> Hidden:
         """Move all tokens back, the inverse of `collect`."""
         return _gather(x, self.place)
+
+
+def _inverse(permutation: BatchIndices) -> BatchIndices:
+    steps = torch.arange(permutation.shape[1], device=permutation.device)
+    return torch.empty_like(permutation).scatter_(1, permutation, steps.expand_as(permutation))
 
 
 class ShortConvolution(nn.Conv1d):

@@ -1,0 +1,251 @@
+"""The results page of the study and its figures, from the result files alone."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import study_queue as queue
+from matplotlib.figure import Figure
+from study_queue import Claim, Result, Results, Suite, verdict_of
+
+PAGE, IMAGES, PREFIX = "study.md", "images", "study_"
+MINUTE = 60.0
+INTRODUCTION = """\
+# Study of the papers' claims
+
+Do the claims of the papers hold for small models that are trained on a CPU? The models of a claim
+have equal sizes (parameters within {tolerance:.0%}), data, batch sizes and numbers of steps. The
+learning rate of each family of models is the best of three, from short runs with a seed of their
+own on held-out training data. A claim is **confirmed** or **refuted** if the mean difference,
+paired by seed, exceeds twice its standard error over three or more seeds; otherwise it is
+**undecided**. A third seed is trained only where it can decide. For "as good", a difference of
+one percentage point in accuracy counts as equal. This page and its figures are generated from the
+files in `docs/study`, one per run:
+
+    PYTHONPATH=. python benchmarks/study.py run --data FOLDER
+    PYTHONPATH=. python benchmarks/study.py table
+
+{count} runs are finished, {hours:.1f} CPU hours in all, each on one thread of {machines}.
+"""
+
+
+def write_page(results: Results, docs: Path) -> None:
+    """Write the page and its figures into a folder of documentation; remove older figures."""
+    mpl.rcParams.update({"svg.hashsalt": "onescan", "svg.fonttype": "path", "font.size": 10})
+    images = docs / IMAGES
+    images.mkdir(parents=True, exist_ok=True)
+    for file in images.glob(f"{PREFIX}*.svg"):
+        file.unlink()
+    parts = [introduction(results), *claims(results)]
+    for name in queue.SUITES:
+        runs = [each for each in results.values() if each.suite == name]
+        if any(not each.is_sweep for each in runs):
+            figure = plot(name, runs)
+            figure.savefig(
+                images / f"{PREFIX}{name}.svg", metadata={"Date": None}, facecolor="white"
+            )
+            parts += section(name, runs)
+        parts += sweeps(name, runs)
+    (docs / PAGE).write_text("\n".join(parts), encoding="utf-8")
+
+
+def introduction(results: Results) -> str:
+    """Return the first paragraphs."""
+    machines = sorted({each.environment["cpu"] for each in results.values()})
+    return INTRODUCTION.format(
+        tolerance=queue.TOLERANCE,
+        count=len(results),
+        hours=sum(each.cpu_seconds for each in results.values()) / 3600,
+        machines=" or ".join(machines) or "a CPU",
+    )
+
+
+def claims(results: Results) -> list[str]:
+    """Return the table of all claims with their verdicts."""
+    rows = [["claim", "paper", "here", "difference", "seeds", "verdict"]]
+    for claim in queue.CLAIMS:
+        differences = queue.differences(claim, results)
+        if not differences:
+            rows.append([claim.text, claim.printed, "", "", "0", "not run yet"])
+            continue
+        verdict = verdict_of(differences)
+        pair = [
+            [results[f"{claim.suite}-{name}-{seed}"] for seed in seeds_of(claim, results)]
+            for name in (claim.better, claim.worse)
+        ]
+        check_equal(claim, *pair)
+        metric = queue.find_suite(claim.suite).metric
+        here = " against ".join(number(metric, runs) for runs in pair)
+        shown = difference(metric, verdict.mean - claim.margin, verdict.error)
+        seeds = str(verdict.seeds)
+        rows.append([claim.text, claim.printed, here, shown, seeds, f"**{verdict.outcome}**"])
+    return ["## Claims", "", *markdown(rows), ""]
+
+
+def seeds_of(claim: Claim, results: Results) -> list[int]:
+    """Return the seeds with which both models of a claim were trained."""
+    pair = (claim.better, claim.worse)
+    return [
+        seed
+        for seed in range(queue.MAX_SEEDS)
+        if all(f"{claim.suite}-{name}-{seed}" in results for name in pair)
+    ]
+
+
+def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result]) -> None:
+    """Check that compared results have equal budgets, data and sizes.
+
+    Raises:
+        ValueError: If they do not; names both files.
+    """
+    for a, b in zip(better, worse, strict=True):
+        sizes = sorted((a.parameters, b.parameters))
+        fair = a.steps == b.steps or a.error or b.error
+        fair = fair and a.data == b.data and sizes[1] <= (1 + queue.TOLERANCE) * sizes[0]
+        if not fair:
+            raise ValueError(
+                f"{a.name} and {b.name} differ in steps, data or size, expected equal ones for "
+                f"the claim {claim.text!r}: train them again"
+            )
+
+
+def section(name: str, runs: Sequence[Result]) -> list[str]:
+    """Return the section of a suite: its figure and its table of all models."""
+    suite = queue.find_suite(name)
+    metric = {"accuracy": "accuracy", "loss": "nats per byte"}[suite.metric]
+    header = ["model", metric, "seeds", "parameters", "learning rate", "CPU minutes"]
+    lengths = [str(length) for length in suite.lengths]
+    rows = [[*header, *(f"perplexity, T = {length}" for length in lengths)]]
+    for title, members in by_title(suite, runs):
+        mean = statistics.fmean(each.cpu_seconds for each in members) / MINUTE
+        values = ", ".join(number(suite.metric, [each], unit="") for each in members)
+        cells = [title, number(suite.metric, members), values, f"{members[0].parameters:,}"]
+        cells += [f"{members[0].learning_rate:g}", f"{mean:.1f}"]
+        for length in lengths:
+            found = [each.perplexities[length] for each in members if length in each.perplexities]
+            cells.append(f"{statistics.fmean(found):.2f}" if found else "")
+        rows.append(cells)
+    picture = f"![{suite.title}, results of all models]({IMAGES}/{PREFIX}{name}.svg)"
+    return [f"## {suite.title}", "", suite.about, "", picture, "", *markdown(rows), ""]
+
+
+def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
+    """Return the table of the runs that chose the learning rates of a suite."""
+    suite = queue.find_suite(name)
+    by_family: dict[str, dict[float, Result]] = defaultdict(dict)
+    for each in runs:
+        if each.is_sweep:
+            by_family[each.family][each.learning_rate] = each
+    if not by_family:
+        return []
+    rows = [["family", *(f"{rate:g}" for rate in suite.rates)]]
+    for family, found in by_family.items():
+        cells = (
+            number(suite.metric, [found[rate]]) if rate in found else "" for rate in suite.rates
+        )
+        rows.append([family, *cells])
+    return [f"### {suite.title}: learning rates", "", *markdown(rows), ""]
+
+
+def by_title(suite: Suite, runs: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """Yield the models of a suite that have results, and their results by seed."""
+    for name, variant in suite.variants.items():
+        members = [each for each in runs if each.variant == name and not each.is_sweep]
+        if members:
+            yield variant.title, sorted(members, key=lambda each: each.seed)
+
+
+def number(metric: str, runs: Sequence[Result], unit: str = "%") -> str:
+    """Format the mean and standard deviation of a metric over runs."""
+    if any(each.error for each in runs):
+        return "diverged"
+    percent = metric == "accuracy"
+    scale, digits, unit = (100, 2, unit) if percent else (1, 3, "")
+    values = [scale * each.final(metric) for each in runs]
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean}{unit}{spread}"
+
+
+def difference(metric: str, mean: float, error: float) -> str:
+    """Format a mean difference and its standard error; accuracies in percentage points."""
+    scale, digits = (100, 2) if metric == "accuracy" else (1, 3)
+    spread = "" if error != error else f" ± {scale * error:.{digits}f}"  # NaN with one seed
+    return f"{scale * mean:+.{digits}f}{spread}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format a table; the first row is its header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+# Figures
+
+
+def plot(name: str, runs: Sequence[Result]) -> Figure:
+    """Plot a suite: metric of each model, perplexity by length, or accuracy by time."""
+    suite = queue.find_suite(name)
+    finished = [each for each in runs if not each.is_sweep and not each.error]
+    if name in queue.TIMED:
+        return plot_time(suite, finished)
+    models = list(by_title(suite, finished))
+    columns = 2 if suite.lengths else 1
+    figure = Figure(figsize=(6 * columns, 1.2 + 0.35 * len(models)), layout="constrained")
+    first, *others = figure.subplots(1, columns, squeeze=False)[0]
+    plot_models(first, suite, models)
+    for axes in others:
+        plot_lengths(axes, models)
+    return figure
+
+
+def plot_models(axes: Any, suite: Suite, models: Sequence[tuple[str, list[Result]]]) -> None:
+    """Draw one row per model: each seed as a dot, the mean as a line."""
+    scale = 100 if suite.metric == "accuracy" else 1
+    for row, (_, members) in enumerate(models):
+        values = [scale * each.final(suite.metric) for each in members]
+        axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
+        axes.plot([statistics.fmean(values)] * 2, [row - 0.3, row + 0.3], color="C0")
+    axes.set_yticks(range(len(models)), [title for title, _ in models])
+    axes.invert_yaxis()
+    axes.set_xlabel("test accuracy (%)" if scale > 1 else "test loss (nats per byte)")
+    axes.grid(alpha=0.3, axis="x")
+
+
+def plot_lengths(axes: Any, models: Sequence[tuple[str, list[Result]]]) -> None:
+    """Draw the mean perplexity of each model over the context length."""
+    for title, members in models:
+        lengths = sorted(map(int, members[0].perplexities))
+        means = [
+            statistics.fmean(each.perplexities[str(length)] for each in members)
+            for length in lengths
+        ]
+        axes.plot(lengths, means, "o-", label=title)
+    axes.set(xscale="log", yscale="log", xlabel="context length (bytes)", ylabel="perplexity")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def plot_time(suite: Suite, runs: Sequence[Result]) -> Figure:
+    """Draw accuracy over training time: a panel per canvas, a line per run."""
+    sides = sorted({each.config["data"]["size"] for each in runs})
+    figure = Figure(figsize=(5 * len(sides), 3.6), layout="constrained")
+    grid = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
+    colors = {family: f"C{i}" for i, family in enumerate(sorted({x.family for x in runs}))}
+    for axes, side in zip(grid, sides, strict=True):
+        shown = [each for each in runs if each.config["data"]["size"] == side]
+        for each in sorted(shown, key=lambda each: each.minutes or 0.0):
+            x = [line["seconds"] / MINUTE for line in each.evaluations]
+            y = [100 * line["accuracy"] for line in each.evaluations]
+            title = suite.variants[each.variant].title
+            axes.plot(x, y, "o-", color=colors[each.family], label=title, markersize=3)
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        axes.legend(unique.values(), unique.keys(), frameon=False)
+        axes.set(xlabel="training time (minutes)", title=f"{side} x {side} pixels")
+        axes.grid(alpha=0.3)
+    grid[0].set_ylabel("test accuracy (%)")
+    return figure

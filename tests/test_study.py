@@ -1,0 +1,477 @@
+"""The study: its queue, the verdicts, runs that are repeated or interrupted, and the page."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import study
+import study_page
+import study_queue
+import torch
+from study_queue import Claim, Result, Suite, Variant, verdict_of
+
+from onescan import configs
+from onescan.recipes import find_recipe
+from onescan.training import TrainingConfig
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def tiny_suite(**changes):
+    """Digits with a model that trains in a second; "plain" has no position encoding."""
+    run = find_recipe("digits")()
+    training = TrainingConfig(steps=6, batch_size=32, evaluate_every=0.05)
+    model = configs.replace(run.model, {"width": 16, "depth": 1, "mixer.num_heads": 2})
+    runs = {
+        "full": dataclasses.replace(run, name="study", model=model, training=training),
+        "plain": dataclasses.replace(
+            run, name="study", model=configs.replace(model, {"position": None}), training=training
+        ),
+    }
+    variants = {
+        name: Variant(title=f"Model {name}", family="tiny", run=run) for name, run in runs.items()
+    }
+    fields = {
+        "title": "Digits",
+        "about": "Six steps.",
+        "metric": "accuracy",
+        "rates": (1e-3, 2e-3),
+        "sweep": {"training.steps": 3},
+        "variants": variants,
+        "order": (("full", "plain"),),
+    }
+    return Suite(**{**fields, **changes})
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Replace the study by one suite of two models and one claim."""
+    suite = tiny_suite()
+    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
+    monkeypatch.setattr(study_queue, "ORDER", (("digits", 0),))
+    claim = Claim("Positions help", "90 against 80", "digits", "full", "plain")
+    monkeypatch.setattr(study_queue, "CLAIMS", (claim,))
+    monkeypatch.setattr(study_queue, "TIMED", ())
+    return claim
+
+
+def result(name, *, value=0.5, metric="accuracy", **changes):
+    """A result file of the tiny suite with made-up numbers."""
+    suite, *middle, last = name.split("-")
+    is_sweep = middle[0] == "sweep"
+    fields = {
+        "name": name,
+        "suite": suite,
+        "variant": "full" if is_sweep else middle[0],
+        "family": "tiny",
+        "seed": 100 if is_sweep else int(last),
+        "is_sweep": is_sweep,
+        "learning_rate": float(last) if is_sweep else 2e-3,
+        "parameters": 1000,
+        "steps": 6,
+        "evaluations": [{"step": 6, "epoch": 1.0, "seconds": 60.0, metric: value}],
+        "perplexities": {},
+        "wall_seconds": 130.0,
+        "cpu_seconds": 120.0,
+        "commit": "0" * 40,
+        "config": {"training": {"steps": 6, "epochs": 60}, "data": {"size": 64}},
+        "data": {},
+        "environment": {"cpu": "a CPU"},
+    }
+    return Result(**{**fields, **changes})
+
+
+def results(**values):
+    """Results by name, from values such as full_0=0.5."""
+    names = {name.replace("_", "-"): value for name, value in values.items()}
+    found = [result(f"digits-{name}", value=value) for name, value in names.items()]
+    return {each.name: each for each in found}
+
+
+SWEEP = {f"digits-sweep-tiny-{rate:g}": 10 * rate for rate in (1e-3, 2e-3)}
+
+
+def swept():
+    return {name: result(name, value=value) for name, value in SWEEP.items()}
+
+
+# Verdicts and the queue
+
+
+@pytest.mark.parametrize(
+    ("differences", "outcome"),
+    [
+        ([0.01, 0.012, 0.008], "confirmed"),
+        ([-0.01, -0.012, -0.008], "refuted"),
+        ([0.01, 0.012], "undecided"),  # two seeds
+        ([0.01, 0.05, 0.001], "undecided"),  # 0.0203 +- 0.0151
+        ([0.01, 0.012, 0.008, -0.02], "undecided"),
+        ([0.02, 0.02, 0.02], "confirmed"),
+        ([0.0, 0.0, 0.0], "undecided"),
+        ([], "undecided"),
+    ],
+)
+def test_a_verdict_needs_three_seeds_and_twice_the_standard_error(differences, outcome):
+    verdict = verdict_of(differences)
+    assert verdict.outcome == outcome
+    assert verdict.seeds == len(differences)
+    if len(differences) == 3:
+        mean = sum(differences) / 3
+        variance = sum((x - mean) ** 2 for x in differences) / 2
+        assert verdict.mean == pytest.approx(mean)
+        assert verdict.error == pytest.approx((variance / 3) ** 0.5)
+
+
+def test_a_third_seed_cannot_decide_between_different_signs():
+    generator = random.Random(0)
+    for _ in range(20_000):
+        pair = generator.random(), -generator.random()
+        assert verdict_of([*pair, generator.uniform(-3, 3)]).outcome == "undecided"
+
+
+def test_the_queue_is_fair_and_its_runs_have_one_name_each():
+    study_queue.check_fairness()
+    runs = study_queue.queue({})
+    names = [run.name for run in runs]
+    assert len(set(names)) == len(names)
+    for suite, index in study_queue.ORDER:
+        for name in study_queue.find_suite(suite).order[index]:
+            family = study_queue.find_suite(suite).variants[name].family
+            first = names.index(f"{suite}-{name}-0")
+            assert names.index(f"{suite}-{name}-1") > first
+            for rate in study_queue.find_suite(suite).rates:
+                assert names.index(f"{suite}-sweep-{family}-{rate:g}") < first
+            assert f"{suite}-{name}-2" not in names
+    for claim in study_queue.CLAIMS:
+        assert {claim.better, claim.worse} <= set(study_queue.find_suite(claim.suite).variants)
+    assert set(study_queue.SUITES) == {suite for suite, _ in study_queue.ORDER}
+
+
+@pytest.mark.parametrize("name", list(study_queue.SUITES))
+def test_all_variants_are_in_the_order_once(name):
+    suite = study_queue.find_suite(name)
+    assert sorted(itertools.chain(*suite.order)) == sorted(suite.variants)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance", "message"),
+    [
+        ({}, 0.03, "full has .* parameters and plain .*, expected a difference of at most 3%"),
+        ({"training.steps": 7}, 1, "training.steps is 6 for full and 7 for plain, expected equal"),
+        ({"task.label_smoothing": 0.2}, 1, "task.label_smoothing is 0.1 for full and 0.2 for"),
+    ],
+)
+def test_unfair_comparisons_are_refused(tiny, changes, tolerance, message, monkeypatch):
+    suite = tiny_suite()
+    plain = suite.variants["plain"]
+    variants = {
+        **suite.variants,
+        "plain": dataclasses.replace(plain, run=configs.replace(plain.run, changes)),
+    }
+    unfair = dataclasses.replace(suite, variants=variants)
+    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: unfair})
+    monkeypatch.setattr(study_queue, "TOLERANCE", tolerance)
+    with pytest.raises(ValueError, match=message):
+        study_queue.check_fairness()
+
+
+def test_the_sweep_chooses_the_learning_rate(tiny):
+    names = [run.name for run in study_queue.queue({})]
+    assert names == [*SWEEP, "digits-full-0", "digits-plain-0", "digits-full-1", "digits-plain-1"]
+    assert [run.rate_is_known for run in study_queue.queue({})] == [True] * 2 + [False] * 4
+    runs = study_queue.queue(swept())
+    assert all(run.rate_is_known for run in runs)
+    assert {run.config.training.learning_rate for run in runs[2:]} == {2e-3}
+    assert [run.config.training.seed for run in runs] == [100, 100, 0, 0, 1, 1]
+    assert [run.config.training.steps for run in runs] == [3, 3, 6, 6, 6, 6]
+    diverged = swept() | {
+        "digits-sweep-tiny-0.002": result(
+            "digits-sweep-tiny-0.002", error="the loss is nan", evaluations=[]
+        )
+    }
+    assert study_queue.queue(diverged)[2].config.training.learning_rate == 1e-3
+
+
+def test_a_third_seed_is_trained_where_it_can_decide(tiny):
+    def queued(**values):
+        return [run.name for run in study_queue.queue(swept() | results(**values))]
+
+    third = ["digits-full-2", "digits-plain-2"]
+    assert not set(third) & set(queued(full_0=0.6, plain_0=0.5, full_1=0.6))
+    assert queued(full_0=0.6, plain_0=0.5, full_1=0.6, plain_1=0.5)[-2:] == third
+    assert queued(full_0=0.4, plain_0=0.5, full_1=0.4, plain_1=0.5)[-2:] == third
+    assert not set(third) & set(queued(full_0=0.6, plain_0=0.5, full_1=0.4, plain_1=0.5))
+
+
+def test_losses_count_in_the_other_direction(tiny, monkeypatch):
+    suite = tiny_suite(metric="loss")
+    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
+    found = {
+        name: result(name, value=value, metric="loss")
+        for name, value in (("digits-full-0", 1.5), ("digits-plain-0", 1.7))
+    }
+    assert study_queue.differences(tiny, found) == pytest.approx([0.2])
+    assert study_queue.differences(tiny._replace(margin=0.05), found) == pytest.approx([0.25])
+
+
+# Runs
+
+
+def finish(name, folder, found=None):
+    runs = {run.name: run for run in study_queue.queue(found or {})}
+    return study.finish(runs[name], folder, folder)
+
+
+def numbers(found):
+    return [{**line, "seconds": 0} for line in found.evaluations]
+
+
+def test_two_runs_of_a_seed_are_equal_and_other_seeds_differ(tiny, tmp_path):
+    first, again = (finish("digits-full-0", tmp_path / name, swept()) for name in "ab")
+    other = finish("digits-full-1", tmp_path, swept())
+    assert numbers(first) == numbers(again) != numbers(other)
+    assert [line["step"] for line in first.evaluations] == [2, 4, 6]
+    assert first.evaluations[0]["seconds"] <= first.evaluations[1]["seconds"]
+    assert first.steps == 6
+    assert first.cpu_seconds > 0
+    assert first.config["training"]["learning_rate"] == first.learning_rate == 2e-3
+    assert first.parameters == study_queue.parameters(study_queue.queue({})[0].config.model)
+    assert len(first.commit) == 40
+
+
+def interrupt(monkeypatch, step):
+    """Send SIGINT to this process when a step ends."""
+    from onescan.training.loop import Loop
+
+    update = Loop.update
+
+    def interrupted(loop, batches):
+        update(loop, batches)
+        if loop.state.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Loop, "update", interrupted)
+
+
+def test_an_interrupted_run_continues_with_equal_numbers(tiny, tmp_path, monkeypatch):
+    whole = finish("digits-full-0", tmp_path / "whole", swept())
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            finish("digits-full-0", tmp_path, swept())
+    spent = tmp_path / "digits-full-0.spent.json"
+    commit, wall, cpu, _ = json.loads(spent.read_text())
+    assert wall >= cpu * 0.5 > 0
+    spent.write_text(json.dumps([commit, 1000.0, 900.0, None]))
+    continued = finish("digits-full-0", tmp_path, swept())
+    assert numbers(continued) == numbers(whole)
+    assert continued.wall_seconds > 1000
+    assert 900 < continued.cpu_seconds < 1000
+    assert not spent.exists()
+
+
+@pytest.mark.parametrize("reason", ["killed", "another commit"])
+def test_a_run_begins_again_if_it_was_killed_or_belongs_to_another_commit(
+    tiny, tmp_path, monkeypatch, reason
+):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            finish("digits-full-0", tmp_path, swept())
+    spent = tmp_path / "digits-full-0.spent.json"
+    if reason == "killed":
+        spent.unlink()
+    else:
+        _, *rest = json.loads(spent.read_text())
+        spent.write_text(json.dumps(["f" * 40, *rest]))
+    trained = []
+    with monkeypatch.context() as patch:
+        from onescan.training.loop import Loop
+
+        update = Loop.update
+        patch.setattr(
+            Loop, "update", lambda loop, batches: (trained.append(1), update(loop, batches))
+        )
+        finish("digits-full-0", tmp_path, swept())
+    assert len(trained) == 6
+
+
+def test_a_run_that_diverges_has_a_result(tiny, tmp_path, monkeypatch):
+    suite = tiny_suite(rates=(1e30, 2e-3))
+    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
+    found = finish("digits-sweep-tiny-1e+30", tmp_path)
+    assert "training diverged at step 1" in found.error
+    assert found.evaluations == []
+    assert study_page.number("accuracy", [found]) == "diverged"
+
+
+def test_runs_at_equal_time_take_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
+    suite = tiny_suite()
+    variants = {
+        name: dataclasses.replace(variant, minutes=0.02) for name, variant in suite.variants.items()
+    }
+    timed = dataclasses.replace(suite, variants=variants)
+    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: timed})
+    monkeypatch.setattr(study, "MAX_DEVIATION", 10.0)  # other tests may run on this machine
+    found = finish("digits-full-0", tmp_path, swept())
+    assert found.minutes == 0.02
+    steps = [line["step"] for line in found.evaluations]
+    assert steps == [found.steps * n // 8 for n in range(1, 9)]
+    assert found.steps > 8
+    monkeypatch.setattr(study, "MAX_DEVIATION", 0.1)
+    study.check_time(1.3, 0.02)
+    with pytest.raises(ValueError, match="training took 1 s, expected 1 s within 10%: do other"):
+        study.check_time(1.4, 0.02)
+
+
+def test_results_that_are_damaged_or_misnamed_are_named(tmp_path):
+    study.write_result(result("digits-full-0"), tmp_path)
+    assert study.read_results(tmp_path) == {"digits-full-0": result("digits-full-0")}
+    file = tmp_path / "digits-full-0.json"
+    file.rename(tmp_path / "digits-full-1.json")
+    with pytest.raises(ValueError, match="holds the result 'digits-full-0', expected"):
+        study.read_results(tmp_path)
+    (tmp_path / "digits-full-1.json").write_text('{"name": "digits-full-1"}')
+    with pytest.raises(ValueError, match=r"full-1.json is not a result of the study"):
+        study.read_results(tmp_path)
+
+
+def test_status_plans_by_what_finished_runs_cost(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study_queue, "check_fairness", lambda: None)
+    found = swept() | {"digits-full-0": result("digits-full-0", cpu_seconds=1800.0)}
+    for each in found.values():
+        study.write_result(each, tmp_path)
+    study.status(tmp_path, hours=0.8)
+    shown = capsys.readouterr().out
+    assert "3 of 6 runs are done" in shown
+    assert "2 of 3 runs fit into 0.8 CPU hours" in shown
+    # The model itself took 1800 s, and the family 120, 120 and 1800 s.
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["digits:", "tiny", "(sweep)", "2", "0", "2.0"] in lines
+    assert ["digits:", "full", "1", "1", "30.0"] in lines
+    assert ["digits-plain-0", "11", "0.2"] in lines
+    assert ["digits-full-1", "30", "0.7"] in lines
+
+
+def test_missing_data_is_named(tmp_path):
+    run = study_queue.queue({})[0]
+    with pytest.raises(ValueError, match=r"which has no file cifar10-train.parquet"):
+        study.with_data(run.config, tmp_path, tmp_path)
+
+
+def test_sweeps_do_not_read_the_test_data(tmp_path):
+    text = b"to be or not to be, that is the question\n" * 50
+    (tmp_path / "tinyshakespeare.txt").write_bytes(text)
+    runs = {run.name: run for run in study_queue.queue({})}
+    for name, part in (("text-sweep-lightnet-0.003", 0.9), ("text-lightnet-0", 1.0)):
+        config, digests = study.with_data(runs[name].config, tmp_path, tmp_path / "runs")
+        assert Path(config.data.path).read_bytes() == text[: round(part * len(text))]
+        assert list(digests) == ["tinyshakespeare.txt"]
+    images = runs["images-sweep-lightnet-0.001"].config.data
+    assert (images.path, runs["images-lightnet-0"].config.data.path) == (
+        "cifar10-train.parquet",
+        "cifar10",
+    )
+
+
+@pytest.mark.slow
+def test_a_process_trains_one_run_on_cifar10_files(tmp_path):
+    from tiny_images import write_parquet
+
+    for split in ("train", "test"):
+        write_parquet(tmp_path / f"cifar10-{split}.parquet", [n % 10 for n in range(160)])
+    name = "images-sweep-lightnet-0.001"
+    words = ["--data", tmp_path, "--results", tmp_path / "results", "--folder", tmp_path / "runs"]
+    command = [sys.executable, "benchmarks/study.py", "train", name, *map(str, words)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": "."})
+    found = study.read_results(tmp_path / "results")[name]
+    assert found.steps == 2
+    assert sorted(found.data) == ["cifar10-test.parquet", "cifar10-train.parquet"]
+    assert found.environment["threads"] == 1
+    assert str(tmp_path) not in (tmp_path / "results" / f"{name}.json").read_text()
+    assert not (tmp_path / "runs" / name).exists()
+
+
+# The page
+
+
+def page_of(found, folder):
+    study_page.write_page(found, folder)
+    return (folder / "study.md").read_text()
+
+
+def test_the_page_and_its_figures_come_from_the_results_alone(tiny, tmp_path):
+    values = {"full_0": 0.6, "full_1": 0.61, "full_2": 0.62}
+    values |= {"plain_0": 0.5, "plain_1": 0.52, "plain_2": 0.51}
+    for each in (swept() | results(**values)).values():
+        study.write_result(each, tmp_path / "study")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "study_old.svg").write_text("older")
+    study.table(tmp_path / "study", tmp_path)
+    page = (tmp_path / "study.md").read_text()
+    figure = (tmp_path / "images" / "study_digits.svg").read_bytes()
+    row = "| Positions help | 90 against 80 | 61.00% ± 1.00 against 51.00% ± 1.00 | +10.00 ± 0.58 |"
+    assert f"{row} 3 | **confirmed** |" in page
+    assert "| Model full | 61.00% ± 1.00 | 60.00, 61.00, 62.00 | 1,000 | 0.002 | 2.0 |" in page
+    assert "| tiny | 1.00% | 2.00% |" in page
+    assert "8 runs are finished, 0.3 CPU hours in all, each on one thread of a CPU." in page
+    assert "](images/study_digits.svg)" in page
+    assert not (tmp_path / "images" / "study_old.svg").exists()
+    study.table(tmp_path / "study", tmp_path)
+    assert (tmp_path / "study.md").read_text() == page
+    assert (tmp_path / "images" / "study_digits.svg").read_bytes() == figure
+
+
+def test_claims_that_are_not_decided_say_so(tiny, tmp_path):
+    assert "| Positions help | 90 against 80 |  |  | 0 | not run yet |" in page_of({}, tmp_path)
+    two = results(full_0=0.6, plain_0=0.5, full_1=0.61, plain_1=0.5)
+    assert "+10.50 ± 0.50 | 2 | **undecided** |" in page_of(two, tmp_path)
+    reverse = {name: dataclasses.replace(each) for name, each in two.items()}
+    reverse |= results(full_2=0.4, plain_2=0.5)
+    assert "3 | **undecided** |" in page_of(reverse, tmp_path)
+    refuted = results(full_0=0.4, plain_0=0.5, full_1=0.4, plain_1=0.5, full_2=0.41, plain_2=0.5)
+    assert "-9.67 ± 0.33 | 3 | **refuted** |" in page_of(refuted, tmp_path)
+
+
+@pytest.mark.parametrize("field", ["steps", "parameters", "data"])
+def test_unequal_results_are_not_compared(tiny, tmp_path, field):
+    found = results(full_0=0.6, plain_0=0.5)
+    changed = {"steps": 7, "parameters": 2000, "data": {"file": "other"}}[field]
+    name = "digits-plain-0"
+    found[name] = dataclasses.replace(found[name], **{field: changed})
+    with pytest.raises(ValueError, match="differ in steps, data or size, expected equal ones"):
+        study_page.write_page(found, tmp_path)
+
+
+def test_figures_of_lengths_and_of_time(tiny, tmp_path, monkeypatch):
+    lines = [{"step": n, "epoch": n, "seconds": 60.0 * n, "accuracy": n / 10} for n in (1, 2)]
+    found = {
+        "digits-full-0": result(
+            "digits-full-0", perplexities={"32": 5.0, "128": 4.0}, evaluations=lines, minutes=2.0
+        )
+    }
+    for suite in (tiny_suite(lengths=(32, 128, 512)), tiny_suite()):
+        monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda suite=suite: suite})
+        monkeypatch.setattr(study_queue, "TIMED", () if suite.lengths else ("digits",))
+        figure = study_page.plot("digits", list(found.values()))
+        axes = figure.axes[-1]
+        points = list(zip(*axes.lines[0].get_data(), strict=True))
+        expected = [(32, 5.0), (128, 4.0)] if suite.lengths else [(1.0, 10.0), (2.0, 20.0)]
+        assert [x for point in points for x in point] == pytest.approx(sum(expected, ()))
+        if suite.lengths:
+            assert "| 5.00 | 4.00 |  |" in page_of(found, tmp_path)
+
+
+def test_the_page_in_docs_is_that_of_its_results(tmp_path):
+    page = page_of(study.read_results(ROOT / "docs" / "study"), tmp_path)
+    assert page == (ROOT / "docs" / "study.md").read_text()
+    names = {path.name for path in (tmp_path / "images").iterdir()}
+    assert names == {path.name for path in (ROOT / "docs" / "images").glob("study_*.svg")}
