@@ -102,6 +102,8 @@ def run(
         interrupted = True
         child.send_signal(signal.SIGINT)
 
+    # Processes inherit ignored signals, and shells ignore this one for commands in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     failed: list[str] = []
     done = 0
     while limit is None or done < limit:
@@ -146,15 +148,17 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
         spent = f"{statistics.fmean(done):.1f}" if done else ""
         rows.append([f"{suite}: {name}", *map(str, (len(done), len(members) - len(done))), spent])
     print("\n".join(aligned(rows)))
-    rows, total = [["next", "CPU minutes", "in all, hours"]], 0.0
+    rows, total, unknown = [["next", "CPU minutes", "in all, hours"]], 0.0, 0
     for each in left:
         seconds = estimate(each, found)
-        total += seconds or 0.0
-        if total > hours * HOUR:
+        if total + (seconds or 0.0) > hours * HOUR:
             break
+        total += seconds or 0.0
+        unknown += seconds is None
         known = f"{seconds / MINUTE:.0f}" if seconds else "unknown"
         rows.append([each.name, known, f"{total / HOUR:.1f}"])
-    print(f"\n{len(rows) - 1} of {len(left)} runs fit into {hours:g} CPU hours:\n")
+    print(f"\n{len(rows) - 1} of {len(left)} runs fit into {hours:g} CPU hours", end="")
+    print(f", {unknown} of them of unknown time:\n" if unknown else ":\n")
     print("\n".join(aligned(rows)))
 
 
@@ -216,7 +220,6 @@ def train_one(
     if not chosen.rate_is_known:
         raise ValueError(f"the learning rate of {name} is not known: train its sweep first")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     if chosen.suite not in queue.TIMED:
         os.nice(NICE)
     try:
