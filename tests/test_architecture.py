@@ -348,7 +348,7 @@ BANNED = {
     "write_on": "generate",
 }
 # A method of files; the data of images that are canvases.
-ALLOWED = {"tell", "CanvasDigitsConfig"}
+ALLOWED = {"tell", "CanvasDigitsConfig", "canvas_digits"}
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:

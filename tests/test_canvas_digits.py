@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onescan import configs
 from onescan.data import CanvasDigitsConfig, DigitsConfig, Example
 from onescan.data.canvas_digits import DigitImages
+from onescan.recipes import find_recipe
 
 CONFIG = CanvasDigitsConfig()
 SMALL = CanvasDigitsConfig(size=24, scale=2)
@@ -171,3 +173,19 @@ def test_fields_are_checked(fields, message):
 def test_other_constants_are_checked():
     with pytest.raises(ValueError, match=r"mean is \(nan,\), expected finite numbers"):
         CanvasDigitsConfig(mean=float("nan")).build()
+
+
+@pytest.mark.parametrize(("changes", "tokens"), [({}, 4096), ({"data.size": 64}, 1024)])
+def test_the_recipe_reads_its_images(changes, tokens):
+    run = find_recipe("canvas_digits")()
+    size = changes.get("data.size", 128)
+    run = configs.replace(run, {**changes, "model.image_size": (size, size)})
+    splits = run.data.build()
+    task = run.task.build(splits)
+    batch = next(iter(task.batches(step=0, batch_size=2, seed=0)))
+    images, labels = splits.train.read(batch.examples).batch
+    torch.manual_seed(0)
+    model = run.model.build()
+    assert model.patchify.grid_shape((1, size, size)) == (int(tokens**0.5),) * 2
+    loss, _ = task.loss(model, (splits.format.model_input(images), labels))
+    assert 1.5 < loss < 4
