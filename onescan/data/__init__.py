@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from onescan.data.base import Format as Format
     from onescan.data.base import LoadedBatch as LoadedBatch
     from onescan.data.base import Splits as Splits
+    from onescan.data.canvas_digits import CanvasDigitsConfig as CanvasDigitsConfig
     from onescan.data.glue import GlueDatasetConfig as GlueDatasetConfig
     from onescan.data.glue import PairFormat as PairFormat
     from onescan.data.image_dataset import ImageDataset as ImageDataset
@@ -75,6 +76,7 @@ _MODULES = {
     "AugmentConfig": "augment",
     "ByteFormat": "long_range",
     "ByteTextConfig": "long_range",
+    "CanvasDigitsConfig": "canvas_digits",
     "DataConfig": "base",
     "DataSet": "base",
     "DataState": "base",

@@ -1,0 +1,197 @@
+"""Handwritten digits at random positions of large textured images, generated without a download."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from jaxtyping import Int, Int32, UInt8
+from torch import Tensor
+
+from onescan.checks import check_positive, check_whole
+from onescan.data.base import DataConfig, Example, LoadedBatch, stratified_split
+from onescan.data.images import BytePixels, ImageFormat, ImageSet, ImageSplits
+from onescan.data.order import derive_seed
+from onescan.shapes import Labels
+
+SIDE, INK = 8, 16  # pixels of a digit before it is enlarged, and its largest value
+WHITE = 255
+GRATINGS = 4  # plane waves per texture
+PERIOD = 1024  # steps of a full cycle, a power of 2
+MAX_FREQUENCY = PERIOD // 8  # steps per pixel along each axis: wavelengths of 8 pixels or more
+AMPLITUDE = 64  # of each grating, and of the noise
+LEVELS = 2 * AMPLITUDE * (GRATINGS + 1)  # highest sum of gratings and noise; the lowest is 0
+# Textures are computed in integers, so that they are the same on every machine.
+WAVE = torch.from_numpy(np.rint(AMPLITUDE * np.cos(np.arange(PERIOD) * (2 * math.pi / PERIOD))))
+WAVE = WAVE.int()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasDigitsConfig(DataConfig):
+    """Scikit-learn's handwritten digits, each at a random position of a large textured image.
+
+    The class is the digit. The texture is a sum of plane waves and noise, and differs for every
+    image; strokes are brighter than the texture below them. Images are generated when they are
+    read, as bytes of shape [1, size, size]. Every time a training image is read, it has a new
+    position and texture, while test images stay the same. Digits of the test split are not in the
+    training split.
+    """
+
+    size: int = 128
+    """Height and width of the images in pixels."""
+    scale: int = 4
+    """Factor by which the digits of 8 x 8 pixels are enlarged."""
+    texture_contrast: float = 0.4
+    """Range of the texture's brightness, as a fraction of the range from black to white. Strokes
+    are brighter than the texture by up to the rest. Larger values are harder; 0 is black."""
+    test_fraction: float = 0.2
+    """Fraction of the digits of each class held out for testing, between 0 and 1."""
+    split_seed: int = 0
+    """Random seed of the train-test split."""
+    background_seed: int = 0
+    """Random seed of the positions and textures of test images. Those of training images depend on
+    the seed of the run."""
+    mean: float = 0.21
+    """Mean brightness, subtracted; 0 is black, 1 is white. Measured with the default fields."""
+    std: float = 0.094
+    """Standard deviation of the brightness, divided by. Measured with the default fields."""
+
+    def build(self) -> ImageSplits:
+        """Read and split the digits.
+
+        Raises:
+            ValueError: If a field is out of range, if an enlarged digit is larger than the image,
+                or if `test_fraction` leaves fewer digits than classes in either part.
+        """
+        from sklearn.datasets import load_digits  # imported on use: half a second
+
+        self._check()
+        format = ImageFormat(
+            channels=1, height=self.size, width=self.size, mean=(self.mean,), std=(self.std,)
+        )
+        digits = load_digits()
+        ink = torch.from_numpy(digits.images.astype(np.uint8))
+        labels = torch.from_numpy(digits.target).long()
+        parts = stratified_split(labels, fraction=self.test_fraction, seed=self.split_seed)
+        train, test = (
+            DigitImages(config=self, ink=ink[part], labels=labels[part], digits=part)
+            for part in parts
+        )
+        return ImageSplits(
+            train=train,
+            test=test,
+            class_names=tuple(str(name) for name in digits.target_names),
+            format=format,
+        )
+
+    def _check(self) -> None:
+        for name, least in (("size", 1), ("scale", 1), ("split_seed", 0), ("background_seed", 0)):
+            check_whole(least, **{f"data.{name}": getattr(self, name)})
+        if self.size < self.digit_size:
+            raise ValueError(
+                f"data.size is {self.size}, expected {self.digit_size} or more for digits of "
+                f"{SIDE} x {SIDE} pixels that are enlarged by data.scale, {self.scale}"
+            )
+        if not 0 <= self.texture_contrast < 1:  # also true for NaN
+            raise ValueError(
+                f"data.texture_contrast is {self.texture_contrast}, expected 0 or more and less "
+                "than 1"
+            )
+        check_positive(**{"data.std": self.std})
+
+    @property
+    def digit_size(self) -> int:
+        """Height and width of an enlarged digit in pixels."""
+        return SIDE * self.scale
+
+
+class Background(NamedTuple):
+    """Images without their digits, and where the digits belong.
+
+    Attributes:
+        texture: Brightness, from 0 to that of the brightest texture.
+        top: First row of each digit.
+        left: First column of each digit.
+    """
+
+    texture: Int32[Tensor, "B height width"]
+    top: Int[Tensor, " B"]
+    left: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitImages(ImageSet):
+    """Images of one split, generated when they are read.
+
+    Attributes:
+        config: Sizes, contrast and random seed.
+        ink: Digits from 0, no ink, to 16.
+        labels: Classes of the digits.
+        digits: Indices of the digits in scikit-learn's data set.
+    """
+
+    config: CanvasDigitsConfig
+    ink: UInt8[Tensor, "N 8 8"]
+    labels: Labels
+    digits: Int[Tensor, " N"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        places = torch.tensor([example.source for example in examples], dtype=torch.long)
+        background = self.backgrounds(examples)
+        return LoadedBatch((self._draw(self.ink[places], background), self.labels[places]))
+
+    def backgrounds(self, examples: Sequence[Example]) -> Background:
+        """Generate positions and textures, which depend only on the config and each example."""
+        size, free = self.config.size, self.config.size - self.config.digit_size + 1
+        drawn = []
+        for example in examples:
+            generator = torch.Generator().manual_seed(self._seed(example))
+            draw = partial(torch.randint, generator=generator)
+            corner = draw(free, (2,))
+            frequencies = draw(-MAX_FREQUENCY, MAX_FREQUENCY + 1, (GRATINGS, 2))
+            phases = draw(PERIOD, (GRATINGS,))
+            noise = draw(2 * AMPLITUDE + 1, (size, size), dtype=torch.int32)
+            drawn.append((corner, frequencies, phases, noise))
+        corners, frequencies, phases, noise = map(torch.stack, zip(*drawn, strict=True))
+        levels = self._gratings(frequencies, phases) + noise
+        brightest = round(self.config.texture_contrast * WHITE)
+        top, left = corners.unbind(1)
+        return Background(texture=levels * brightest // LEVELS, top=top, left=left)
+
+    def _seed(self, example: Example) -> int:
+        if example.seed is not None:
+            return derive_seed("canvas", example.seed)
+        digit = int(self.digits[example.source])
+        return derive_seed("test canvas", self.config.background_seed, digit)
+
+    def _gratings(
+        self, frequencies: Int[Tensor, "B gratings 2"], phases: Int[Tensor, "B gratings"]
+    ) -> Int32[Tensor, "B height width"]:
+        """Add plane waves, each of them at least 0."""
+        rows, columns = (frequencies[..., None] * torch.arange(self.config.size)).unbind(2)
+        rows = rows + phases[..., None]  # B gratings height
+        size = (len(phases), self.config.size, self.config.size)
+        levels = torch.full(size, GRATINGS * AMPLITUDE, dtype=torch.int32)
+        for row, column in zip(rows.unbind(1), columns.unbind(1), strict=True):
+            levels += WAVE[(row[:, :, None] + column[:, None, :]) % PERIOD]
+        return levels
+
+    def _draw(self, ink: UInt8[Tensor, "B 8 8"], background: Background) -> BytePixels:
+        """Add strokes to the textures."""
+        scale, texture = self.config.scale, background.texture.clone()
+        brightest = WHITE - round(self.config.texture_contrast * WHITE)
+        strokes = ink.int() * brightest // INK
+        strokes = strokes.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
+        image = torch.arange(len(ink))[:, None, None]
+        inside = torch.arange(self.config.digit_size)
+        rows = background.top[:, None, None] + inside[:, None]
+        columns = background.left[:, None, None] + inside
+        texture[image, rows, columns] += strokes
+        return rearrange(texture.byte(), "b h w -> b 1 h w")
