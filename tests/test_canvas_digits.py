@@ -175,17 +175,19 @@ def test_other_constants_are_checked():
         CanvasDigitsConfig(mean=float("nan")).build()
 
 
-@pytest.mark.parametrize(("changes", "tokens"), [({}, 4096), ({"data.size": 64}, 1024)])
-def test_the_recipe_reads_its_images(changes, tokens):
-    run = find_recipe("canvas_digits")()
-    size = changes.get("data.size", 128)
-    run = configs.replace(run, {**changes, "model.image_size": (size, size)})
+SMALLER = {"data.size": 64, "model.image_size": (64, 64)}
+
+
+@pytest.mark.parametrize(("changes", "side"), [({}, 128), (SMALLER, 64)], ids=["default", "small"])
+def test_the_recipe_reads_its_images(changes, side):
+    run = configs.replace(find_recipe("canvas_digits")(), changes)
     splits = run.data.build()
     task = run.task.build(splits)
     batch = next(iter(task.batches(step=0, batch_size=2, seed=0)))
     images, labels = splits.train.read(batch.examples).batch
     torch.manual_seed(0)
     model = run.model.build()
-    assert model.patchify.grid_shape((1, size, size)) == (int(tokens**0.5),) * 2
+    assert run.model.image_size == tuple(images.shape[2:]) == (side, side)
+    assert model.patchify.grid_shape((1, side, side)) == (side // 2, side // 2)
     loss, _ = task.loss(model, (splits.format.model_input(images), labels))
     assert 1.5 < loss < 4
