@@ -27,7 +27,8 @@ def images_of(data, examples):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, replace(CONFIG, size=64), replace(SMALL, scale=3, texture_contrast=0.0)]
+    "config",
+    [CONFIG, replace(CONFIG, size=64, scale=4), replace(SMALL, scale=3, texture_contrast=0.0)],
 )
 def test_digits_are_at_their_position_and_nowhere_else(config):
     train = config.build().train
@@ -175,7 +176,7 @@ def test_other_constants_are_checked():
         CanvasDigitsConfig(mean=float("nan")).build()
 
 
-SMALLER = {"data.size": 64, "model.image_size": (64, 64)}
+SMALLER = {"data.size": 64, "data.scale": 4, "model.image_size": (64, 64)}
 
 
 @pytest.mark.parametrize(("changes", "side"), [({}, 128), (SMALLER, 64)], ids=["default", "small"])
