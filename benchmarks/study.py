@@ -1,16 +1,18 @@
-"""Train the runs that decide the papers' claims, and write the page of their results.
+"""Train the models that test the papers' claims, and write the results page.
 
 git worktree add --detach ../study && cd ../study
-PYTHONPATH=. python benchmarks/study.py run --data FOLDER --results ../onescan/docs/study
+PYTHONPATH=. python benchmarks/study.py run --data FOLDER
 PYTHONPATH=. python benchmarks/study.py status
 PYTHONPATH=. python benchmarks/study.py table
 
-`run` trains the next run that has no result, one after another, until it is interrupted; an
-interrupted run continues where it stopped. Each runs in a process of its own with one thread and
-low priority. It reads code only from its own working tree, which must have no changes, so that
-results belong to a commit. FOLDER holds cifar10-train.parquet, cifar10-test.parquet and
-tinyshakespeare.txt. `run --suites time` trains the runs at equal time, and needs a machine on which
-nothing else runs. `repeat NAME` trains a finished run again and compares the numbers.
+`run` trains all runs that have no result yet, one after another. Each runs in its own process, with
+one thread and low priority. After an interruption, the next `run` resumes the unfinished run. Code
+is imported from the working tree of this file, which must not have uncommitted changes, so that
+every result belongs to a commit. Results are files in docs/study, to be committed together with the
+page. FOLDER contains cifar10-train.parquet, cifar10-test.parquet and tinyshakespeare.txt.
+
+`run --suites time` compares models at equal training time, and needs an otherwise idle machine.
+`repeat NAME` trains a finished run again and checks that the results are the same.
 """
 
 import json
@@ -47,17 +49,17 @@ from onescan.training import RunConfig, read_metrics, train
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FOLDER = ROOT / "docs" / "study", ROOT / "runs" / "study"
-SPENT = "spent.json"  # beside the folder of an interrupted run
+SPENT = "spent.json"  # suffix of the file that holds the time spent on an interrupted run
 FILES = {
     "cifar10-train.parquet": "images",
     "cifar10-test.parquet": "images",
     queue.SHAKESPEARE: "text",
 }
-HELD_OUT = 0.1  # of the text, as in the recipes
+HELD_OUT = 0.1  # fraction of the text used for testing, as in the recipes
 NICE = 19
 MINUTE, HOUR = 60.0, 3600.0
-CALIBRATION = 24  # steps whose time is measured, of which the first third does not count
-MAX_DEVIATION = 0.1  # of the training time from the given one
+CALIBRATION = 24  # timed steps; the first third is warm-up
+MAX_DEVIATION = 0.1  # relative difference between actual and planned training time
 TIMED_EVALUATIONS = 8
 
 SUMMARY = (__doc__ or "").partition("\n")[0]
@@ -86,11 +88,11 @@ def run(
     """Train the runs that have no result yet, in order.
 
     Args:
-        data: Folder of the data.
-        results: Folder of the results, one file per run.
+        data: Folder that contains the data sets.
+        results: Folder of the result files, one per run.
         folder: Folder of unfinished runs.
         suites: Suites to train.
-        limit: Number of runs after which to stop; by default all.
+        limit: Maximum number of runs to train. By default, all runs are trained.
     """
     check_suites(suites)
     check_tree()
@@ -102,7 +104,7 @@ def run(
         interrupted = True
         child.send_signal(signal.SIGINT)
 
-    # Processes inherit ignored signals, and shells ignore this one for commands in the background.
+    # Shells make background jobs ignore SIGINT, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     failed: list[str] = []
     done = 0
@@ -116,30 +118,30 @@ def run(
         signal.signal(signal.SIGTERM, stop)
         try:
             code = child.wait()
-        except KeyboardInterrupt:  # which the child receives too
+        except KeyboardInterrupt:  # Ctrl-C also reaches the child
             interrupted = True
             code = child.wait()
         if interrupted:
-            sys.exit(f"interrupted: {left[0].name} continues where it stopped")
+            sys.exit(f"interrupted: call `run` again to resume {left[0].name}")
         failed += [left[0].name] * (code != 0)
         done += 1
     if failed:
-        sys.exit(f"error: no result of {', '.join(failed)}")
+        sys.exit(f"error: these runs failed: {', '.join(failed)}")
 
 
 def status(results: Path = RESULTS, hours: float = 10) -> None:
-    """Print how many runs are done and left, their CPU time, and which come next.
+    """Print how many runs are finished and left, their CPU time, and which come next.
 
     Args:
-        results: Folder of the results.
-        hours: CPU hours to plan.
+        results: Folder of the result files.
+        hours: CPU time to plan for, in hours.
     """
     queue.check_fairness()
     found = read_results(results)
     runs = queue.queue(found)
     left = [each for each in runs if each.name not in found]
-    print(f"{len(runs) - len(left)} of {len(runs)} runs are done; third seeds may follow\n")
-    rows = [["runs", "done", "left", "CPU minutes a run"]]
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are finished; third seeds may be added\n")
+    rows = [["runs", "done", "left", "CPU minutes per run"]]
     groups: dict[tuple[str, str], list[StudyRun]] = defaultdict(list)
     for each in runs:
         groups[each.suite, f"{each.family} (sweep)" if each.is_sweep else each.variant].append(each)
@@ -148,7 +150,7 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
         spent = f"{statistics.fmean(done):.1f}" if done else ""
         rows.append([f"{suite}: {name}", *map(str, (len(done), len(members) - len(done))), spent])
     print("\n".join(aligned(rows)))
-    rows, total, unknown = [["next", "CPU minutes", "in all, hours"]], 0.0, 0
+    rows, total, unknown = [["next runs", "CPU minutes", "cumulative hours"]], 0.0, 0
     for each in left:
         seconds = estimate(each, found)
         if total + (seconds or 0.0) > hours * HOUR:
@@ -157,37 +159,37 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
         unknown += seconds is None
         known = f"{seconds / MINUTE:.0f}" if seconds else "unknown"
         rows.append([each.name, known, f"{total / HOUR:.1f}"])
-    print(f"\n{len(rows) - 1} of {len(left)} runs fit into {hours:g} CPU hours", end="")
-    print(f", {unknown} of them of unknown time:\n" if unknown else ":\n")
+    print(f"\n{len(rows) - 1} of the {len(left)} remaining runs fit in {hours:g} CPU hours", end="")
+    print(f" ({unknown} of unknown duration):\n" if unknown else ":\n")
     print("\n".join(aligned(rows)))
 
 
 def table(results: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
-    """Write the results page and its figures.
+    """Write the results page and its figures from the result files.
 
     Args:
-        results: Folder of the results.
-        docs: Folder of the page.
+        results: Folder of the result files.
+        docs: Folder in which to write the page.
     """
     study_page.write_page(read_results(results), docs)
 
 
 def repeat(name: Annotated[str, tyro.conf.Positional], data: Path, results: Path = RESULTS) -> None:
-    """Train a finished run again, and compare all its evaluations.
+    """Train a finished run again, and check that all evaluations are the same.
 
     Args:
         name: Name of the run.
-        data: Folder of the data.
-        results: Folder of the results.
+        data: Folder that contains the data sets.
+        results: Folder of the result files.
     """
     before = find_result(read_results(results), name)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        for file in results.glob("*-sweep-*.json"):  # they choose the learning rate
+        for file in results.glob("*-sweep-*.json"):  # they determine the learning rate
             if file.stem != name:
                 (place / file.name).write_bytes(file.read_bytes())
         if start(name, data, place, place / "runs").wait():
-            sys.exit(f"error: no result of {name}")
+            sys.exit(f"error: {name} failed")
         after = read_results(place)[name]
     timings = ("seconds",)
     a, b = (
@@ -195,8 +197,8 @@ def repeat(name: Annotated[str, tyro.conf.Positional], data: Path, results: Path
         for each in (before, after)
     )
     if a != b or before.perplexities != after.perplexities:
-        sys.exit(f"{name} differs from its result of commit {before.commit[:7]}:\n{a}\n{b}")
-    print(f"{name} equals its result of commit {before.commit[:7]}")
+        sys.exit(f"{name} differs from its result at commit {before.commit[:7]}:\n{a}\n{b}")
+    print(f"{name} reproduces its result at commit {before.commit[:7]}")
 
 
 # One run
@@ -205,12 +207,12 @@ def repeat(name: Annotated[str, tyro.conf.Positional], data: Path, results: Path
 def train_one(
     name: Annotated[str, tyro.conf.Positional], data: Path, results: Path, folder: Path
 ) -> None:
-    """Train one run in this process, and write its result.
+    """Train one run in this process and write its result.
 
     Args:
         name: Name of the run.
-        data: Folder of the data.
-        results: Folder of the results.
+        data: Folder that contains the data sets.
+        results: Folder of the result files.
         folder: Folder of unfinished runs.
     """
     found = read_results(results)
@@ -218,7 +220,7 @@ def train_one(
     check_choice("run", name, runs)
     chosen = runs[name]
     if not chosen.rate_is_known:
-        raise ValueError(f"the learning rate of {name} is not known: train its sweep first")
+        raise ValueError(f"the learning rate of {name} is not known yet: train its sweep first")
     torch.set_num_threads(1)
     if chosen.suite not in queue.TIMED:
         os.nice(NICE)
@@ -231,11 +233,12 @@ def train_one(
 
 
 def finish(chosen: StudyRun, data: Path, folder: Path) -> Result:
-    """Train a run to its end, or continue it if it was interrupted at the same commit.
+    """Train a run to the end. Resume it if it was interrupted at the same commit.
 
     Raises:
-        KeyboardInterrupt: After it was interrupted. The run can then continue.
-        ValueError: If the data is missing, or other programs have slowed down a run at equal time.
+        KeyboardInterrupt: If training is interrupted. The run can be resumed later.
+        ValueError: If data files are missing, or if a run with a given training time took longer or
+            shorter than planned.
     """
     begin, cpu = time.perf_counter(), time.process_time()
     spent_file, place = folder / f"{chosen.name}.{SPENT}", folder / chosen.name
@@ -244,7 +247,7 @@ def finish(chosen: StudyRun, data: Path, folder: Path) -> Result:
     if spent is None and place.exists():
         shutil.rmtree(place)
     wall_before, cpu_before, steps = spent or (0.0, 0.0, None)
-    spent_file.unlink(missing_ok=True)  # a killed run begins again
+    spent_file.unlink(missing_ok=True)  # if this process is killed, the run starts over
     config, digests = with_data(chosen.config, data, folder)
     if chosen.minutes is not None:
         steps = steps or measured_steps(config, chosen.minutes, folder / f"{chosen.name}.timing")
@@ -288,7 +291,7 @@ def finish(chosen: StudyRun, data: Path, folder: Path) -> Result:
 
 
 def evaluations_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Return the evaluations of a run, with the seconds that it was trained for until then."""
+    """Return the evaluations of a run, each with the training time so far in seconds."""
     found, seconds = [], 0.0
     for line in lines:
         if line["split"] == "train":
@@ -311,7 +314,7 @@ def by_length(place: Path, lengths: tuple[int, ...]) -> dict[str, float]:
 
 
 def measured_steps(config: RunConfig, minutes: float, folder: Path) -> int:
-    """Return the number of steps that take this time, from the median time of a few steps."""
+    """Return how many steps fit into the given time, judging by the median of a few steps."""
     train(with_steps(config, CALIBRATION, evaluations=1), folder, overwrite=True)
     lines = [line for line in read_metrics(folder) if line["split"] == "train"]
     shutil.rmtree(folder)
@@ -320,7 +323,7 @@ def measured_steps(config: RunConfig, minutes: float, folder: Path) -> int:
 
 
 def with_steps(config: RunConfig, steps: int, *, evaluations: int = TIMED_EVALUATIONS) -> RunConfig:
-    """Return a run of a number of steps, evaluated in equal distances."""
+    """Return the run with another number of steps and evenly spaced evaluations."""
     task: Task = config.build_task()
     every = steps / evaluations / task.steps_per_epoch(config.training.batch_size)
     changes = {"steps": steps, "evaluate_every": every, "checkpoint_every": every}
@@ -328,11 +331,11 @@ def with_steps(config: RunConfig, steps: int, *, evaluations: int = TIMED_EVALUA
 
 
 def check_time(seconds: float, minutes: float) -> None:
-    """Raise ValueError if a run was trained for another time than planned."""
+    """Raise ValueError if training took longer or shorter than planned."""
     if abs(seconds - minutes * MINUTE) > MAX_DEVIATION * minutes * MINUTE:
         raise ValueError(
-            f"training took {seconds:.0f} s, expected {minutes * MINUTE:.0f} s within "
-            f"{MAX_DEVIATION:.0%}: do other programs run on this machine?"
+            f"training took {seconds:.0f} s, expected {minutes * MINUTE:.0f} s to within "
+            f"{MAX_DEVIATION:.0%}: are other programs running on this machine?"
         )
 
 
@@ -340,10 +343,10 @@ def check_time(seconds: float, minutes: float) -> None:
 
 
 def with_data(config: RunConfig, data: Path, folder: Path) -> tuple[RunConfig, dict[str, str]]:
-    """Return a run that reads its data, and the SHA-256 of each file.
+    """Return the run with the actual path of its data, and the SHA-256 hash of each file.
 
     Raises:
-        ValueError: If a file is missing.
+        ValueError: If a file is missing. The message names it.
     """
     path = getattr(config.data, "path", None)
     if path is None:  # generated data
@@ -352,7 +355,7 @@ def with_data(config: RunConfig, data: Path, folder: Path) -> tuple[RunConfig, d
     names = [name for name, of in FILES.items() if of == kind]
     for name in names:
         if not (data / name).is_file():
-            raise ValueError(f"data is '{data}', which has no file {name}")
+            raise ValueError(f"data is '{data}', which does not contain {name}")
     digests = {name: sha256((data / name).read_bytes()).hexdigest() for name in names}
     place = folder.absolute() / "data"
     (place / queue.CIFAR10).mkdir(parents=True, exist_ok=True)
@@ -370,10 +373,10 @@ def with_data(config: RunConfig, data: Path, folder: Path) -> tuple[RunConfig, d
 
 
 def read_results(folder: Path) -> dict[str, Result]:
-    """Read all results of a folder by name.
+    """Read all results in a folder, by name.
 
     Raises:
-        ValueError: If a file is not a result; names it.
+        ValueError: If a file is not a result. The message names it.
     """
     found = {}
     for file in sorted(folder.glob("*.json")):
@@ -382,32 +385,32 @@ def read_results(folder: Path) -> dict[str, Result]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file} is not a result of the study: {error}") from error
         if result.name != file.stem:
-            raise ValueError(f"{file} holds the result {result.name!r}, expected {file.stem!r}")
+            raise ValueError(f"{file} contains the result {result.name!r}, expected {file.stem!r}")
         found[result.name] = result
     return found
 
 
 def write_result(result: Result, folder: Path) -> None:
-    """Write the file of a result, atomically; create the folder."""
+    """Write a result file atomically. Create the folder if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(result), indent=1) + "\n"
     write_atomically(folder / f"{result.name}.json", lambda path: path.write_text(text, "utf-8"))
 
 
 def find_result(results: Results, name: str) -> Result:
-    """Return a result by name, or raise ValueError."""
+    """Return the result of a run. Raise ValueError if there is none."""
     check_choice("run", name, results)
     return results[name]
 
 
 def unfinished(results: Results, suites: Suites) -> list[StudyRun]:
-    """Return the runs of some suites that have no result, in order."""
+    """Return the runs of the given suites that have no result yet, in order."""
     runs = queue.queue(results)
     return [each for each in runs if each.suite in suites and each.name not in results]
 
 
 def estimate(chosen: StudyRun, results: Results) -> float | None:
-    """Estimate the CPU seconds of a run from finished ones of its model, family or suite."""
+    """Estimate the CPU seconds of a run from finished runs of its model, family or suite."""
     if chosen.minutes is not None:
         return chosen.minutes * MINUTE
     suite = [each for each in results.values() if each.suite == chosen.suite and not each.error]
@@ -420,7 +423,7 @@ def estimate(chosen: StudyRun, results: Results) -> float | None:
 
 
 def length_of(config: dict[str, Any]) -> float:
-    """Return the length of a run in steps, or in epochs if these are given."""
+    """Return the length of a run in steps, or in epochs if the number of steps is not given."""
     return float(config["training"]["steps"] or config["training"]["epochs"])
 
 
@@ -431,10 +434,10 @@ def check_suites(suites: Suites) -> None:
 
 
 def check_tree() -> None:
-    """Check that the code is that of a commit.
+    """Check that the imported code is committed.
 
     Raises:
-        ValueError: If the package is another one, or the tree has changes.
+        ValueError: If onescan is imported from another folder, or if there are uncommitted changes.
     """
     package = Path(onescan.__file__).parents[1]
     if package != ROOT:
@@ -442,13 +445,13 @@ def check_tree() -> None:
     changes = git("status", "--porcelain", "--", "onescan", "benchmarks")
     if changes:
         raise ValueError(
-            f"{ROOT} has changes in onescan or benchmarks, expected none: commit them, or use a "
-            "git worktree"
+            f"{ROOT} has uncommitted changes in onescan or benchmarks: commit them, or use a git "
+            "worktree"
         )
 
 
 def current_commit() -> str:
-    """Return the commit of this working tree."""
+    """Return the hash of the commit that is checked out."""
     return git("rev-parse", "HEAD")
 
 
@@ -459,7 +462,7 @@ def git(*words: str) -> str:
 
 
 def read_spent(file: Path, commit: str) -> tuple[float, float, int | None] | None:
-    """Return wall and CPU seconds and steps of an interrupted run, if it can continue."""
+    """Return wall seconds, CPU seconds and steps of an interrupted run if it can be resumed."""
     if not file.exists():
         return None
     before, wall, cpu, steps = json.loads(file.read_text(encoding="utf-8"))
@@ -467,7 +470,7 @@ def read_spent(file: Path, commit: str) -> tuple[float, float, int | None] | Non
 
 
 def start(name: str, data: Path, results: Path, folder: Path) -> "subprocess.Popen[bytes]":
-    """Start the process of one run, with one thread."""
+    """Start a process that trains one run with one thread."""
     words = ["--data", data, "--results", results, "--folder", folder]
     command = [sys.executable, __file__, "train", name, *map(str, words)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")

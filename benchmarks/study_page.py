@@ -1,4 +1,4 @@
-"""The results page of the study and its figures, from the result files alone."""
+"""Write the results page of the study and its figures, using only the result files."""
 
 import statistics
 from collections import defaultdict
@@ -13,27 +13,38 @@ from study_queue import Claim, Result, Results, Suite, verdict_of
 
 PAGE, IMAGES, PREFIX = "study.md", "images", "study_"
 MINUTE = 60.0
+METRICS = {"accuracy": "accuracy", "loss": "loss in nats per byte"}
 INTRODUCTION = """\
 # Study of the papers' claims
 
-Do the claims of the papers hold for small models that are trained on a CPU? The models of a claim
-have equal sizes (parameters within {tolerance:.0%}), data, batch sizes and numbers of steps. The
-learning rate of each family of models is the best of three, from short runs with a seed of their
-own on held-out training data. A claim is **confirmed** or **refuted** if the mean difference,
-paired by seed, exceeds twice its standard error over three or more seeds; otherwise it is
-**undecided**. A third seed is trained only where it can decide. For "as good", a difference of
-one percentage point in accuracy counts as equal. This page and its figures are generated from the
-files in `docs/study`, one per run:
+Do the papers' claims hold for small models trained on a CPU? Each claim compares two models that
+are trained on the same data, with the same batch size and the same number of steps. Their parameter
+counts differ by at most {tolerance:.0%}. Each family of models uses the best of three learning
+rates, chosen by short runs that have a separate seed and are evaluated on held-out training data.
+In addition, some models are compared at equal training time.
+
+Results are given as mean ± standard deviation over seeds, and differences as mean ± standard error,
+in percentage points of accuracy or in nats per byte. Differences are paired by seed, and positive
+ones support the claim. A claim is **confirmed** if the mean difference is positive and more than
+twice its standard error over three seeds, **refuted** if it is negative by more than that, and
+**undecided** otherwise. The third seed is trained only if the first two differences have the same
+sign, because otherwise it cannot decide the claim. If a claim says that one model is as good as
+another, one percentage point is added to the differences before the verdict, but not in the table.
+
+The papers' accuracies are in percent, on ImageNet unless another data set is named.
+
+The first command below trains the runs and writes one result file for each to `docs/study`. The
+second writes this page and its figures from these files.
 
     PYTHONPATH=. python benchmarks/study.py run --data FOLDER
     PYTHONPATH=. python benchmarks/study.py table
 
-{count} runs are finished, {hours:.1f} CPU hours in all, each on one thread of {machines}.
+Finished runs: {count} ({hours:.1f} CPU hours in total, each run on one thread of {machines}).
 """
 
 
 def write_page(results: Results, docs: Path) -> None:
-    """Write the page and its figures into a folder of documentation; remove older figures."""
+    """Write the page and its figures into the documentation folder, and remove old figures."""
     mpl.rcParams.update({"svg.hashsalt": "onescan", "svg.fonttype": "path", "font.size": 10})
     images = docs / IMAGES
     images.mkdir(parents=True, exist_ok=True)
@@ -42,18 +53,20 @@ def write_page(results: Results, docs: Path) -> None:
     parts = [introduction(results), *claims(results)]
     for name in queue.SUITES:
         runs = [each for each in results.values() if each.suite == name]
-        if any(not each.is_sweep for each in runs):
-            figure = plot(name, runs)
-            figure.savefig(
-                images / f"{PREFIX}{name}.svg", metadata={"Date": None}, facecolor="white"
-            )
-            parts += section(name, runs)
+        trained = [each for each in runs if not each.is_sweep]
+        if trained:
+            parts += section(name, trained)
+        if any(not each.error for each in trained):
+            path = images / f"{PREFIX}{name}.svg"
+            plot(name, trained).savefig(path, metadata={"Date": None}, facecolor="white")
+            title = queue.find_suite(name).title
+            parts += [f"![{title}: results of all models]({IMAGES}/{path.name})", ""]
         parts += sweeps(name, runs)
     (docs / PAGE).write_text("\n".join(parts), encoding="utf-8")
 
 
 def introduction(results: Results) -> str:
-    """Return the first paragraphs."""
+    """Return the introduction of the page."""
     machines = sorted({each.environment["cpu"] for each in results.values()})
     return INTRODUCTION.format(
         tolerance=queue.TOLERANCE,
@@ -64,12 +77,12 @@ def introduction(results: Results) -> str:
 
 
 def claims(results: Results) -> list[str]:
-    """Return the table of all claims with their verdicts."""
-    rows = [["claim", "paper", "here", "difference", "seeds", "verdict"]]
+    """Return the table of all claims and their verdicts."""
+    rows = [["claim", "paper", "this study", "difference", "seeds", "verdict"]]
     for claim in queue.CLAIMS:
         differences = queue.differences(claim, results)
         if not differences:
-            rows.append([claim.text, claim.printed, "", "", "0", "not run yet"])
+            rows.append([claim.text, claim.reported, "", "", "0", "not run yet"])
             continue
         verdict = verdict_of(differences)
         pair = [
@@ -78,10 +91,10 @@ def claims(results: Results) -> list[str]:
         ]
         check_equal(claim, *pair)
         metric = queue.find_suite(claim.suite).metric
-        here = " against ".join(number(metric, runs) for runs in pair)
+        here = " vs. ".join(number(metric, runs) for runs in pair)
         shown = difference(metric, verdict.mean - claim.margin, verdict.error)
         seeds = str(verdict.seeds)
-        rows.append([claim.text, claim.printed, here, shown, seeds, f"**{verdict.outcome}**"])
+        rows.append([claim.text, claim.reported, here, shown, seeds, f"**{verdict.outcome}**"])
     return ["## Claims", "", *markdown(rows), ""]
 
 
@@ -96,10 +109,10 @@ def seeds_of(claim: Claim, results: Results) -> list[int]:
 
 
 def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result]) -> None:
-    """Check that compared results have equal budgets, data and sizes.
+    """Check that compared runs have equal steps and data, and similar parameter counts.
 
     Raises:
-        ValueError: If they do not; names both files.
+        ValueError: If they do not. The message names both runs.
     """
     for a, b in zip(better, worse, strict=True):
         sizes = sorted((a.parameters, b.parameters))
@@ -107,18 +120,24 @@ def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result])
         fair = fair and a.data == b.data and sizes[1] <= (1 + queue.TOLERANCE) * sizes[0]
         if not fair:
             raise ValueError(
-                f"{a.name} and {b.name} differ in steps, data or size, expected equal ones for "
-                f"the claim {claim.text!r}: train them again"
+                f"{a.name} and {b.name} differ in steps, data or parameters, so they cannot be "
+                f"compared for the claim {claim.text!r}: train them again"
             )
 
 
 def section(name: str, runs: Sequence[Result]) -> list[str]:
-    """Return the section of a suite: its figure and its table of all models."""
+    """Return the section of a suite: its description and a table of all models."""
     suite = queue.find_suite(name)
-    metric = {"accuracy": "accuracy", "loss": "nats per byte"}[suite.metric]
-    header = ["model", metric, "seeds", "parameters", "learning rate", "CPU minutes"]
+    header = [
+        "model",
+        f"test {METRICS[suite.metric]}",
+        "each seed",
+        "parameters",
+        "learning rate",
+        "CPU minutes per run",
+    ]
     lengths = [str(length) for length in suite.lengths]
-    rows = [[*header, *(f"perplexity, T = {length}" for length in lengths)]]
+    rows = [[*header, *(f"perplexity at T = {length}" for length in lengths)]]
     for title, members in by_title(suite, runs):
         mean = statistics.fmean(each.cpu_seconds for each in members) / MINUTE
         values = ", ".join(number(suite.metric, [each], unit="") for each in members)
@@ -128,8 +147,7 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
             found = [each.perplexities[length] for each in members if length in each.perplexities]
             cells.append(f"{statistics.fmean(found):.2f}" if found else "")
         rows.append(cells)
-    picture = f"![{suite.title}, results of all models]({IMAGES}/{PREFIX}{name}.svg)"
-    return [f"## {suite.title}", "", suite.about, "", picture, "", *markdown(rows), ""]
+    return [f"## {suite.title}", "", suite.description, "", *markdown(rows), ""]
 
 
 def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
@@ -141,17 +159,18 @@ def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
             by_family[each.family][each.learning_rate] = each
     if not by_family:
         return []
-    rows = [["family", *(f"{rate:g}" for rate in suite.rates)]]
-    for family, found in by_family.items():
-        cells = (
-            number(suite.metric, [found[rate]]) if rate in found else "" for rate in suite.rates
-        )
-        rows.append([family, *cells])
-    return [f"### {suite.title}: learning rates", "", *markdown(rows), ""]
+    rates = suite.learning_rates
+    rows = [["model", *(f"{rate:g}" for rate in rates)]]
+    for found in by_family.values():
+        title = suite.variants[next(iter(found.values())).variant].title
+        cells = (number(suite.metric, [found[rate]]) if rate in found else "" for rate in rates)
+        rows.append([title, *cells])
+    about = f"{METRICS[suite.metric].capitalize()} on held-out training data, by learning rate:"
+    return [f"### {suite.title}: learning rate sweeps", "", about, "", *markdown(rows), ""]
 
 
 def by_title(suite: Suite, runs: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """Yield the models of a suite that have results, and their results by seed."""
+    """Yield the title of each model of a suite that has results, and its results by seed."""
     for name, variant in suite.variants.items():
         members = [each for each in runs if each.variant == name and not each.is_sweep]
         if members:
@@ -159,7 +178,7 @@ def by_title(suite: Suite, runs: Sequence[Result]) -> Iterator[tuple[str, list[R
 
 
 def number(metric: str, runs: Sequence[Result], unit: str = "%") -> str:
-    """Format the mean and standard deviation of a metric over runs."""
+    """Format the mean and standard deviation of a metric over runs; accuracies in percent."""
     if any(each.error for each in runs):
         return "diverged"
     percent = metric == "accuracy"
@@ -173,12 +192,12 @@ def number(metric: str, runs: Sequence[Result], unit: str = "%") -> str:
 def difference(metric: str, mean: float, error: float) -> str:
     """Format a mean difference and its standard error; accuracies in percentage points."""
     scale, digits = (100, 2) if metric == "accuracy" else (1, 3)
-    spread = "" if error != error else f" ± {scale * error:.{digits}f}"  # NaN with one seed
+    spread = "" if error != error else f" ± {scale * error:.{digits}f}"  # NaN for one seed
     return f"{scale * mean:+.{digits}f}{spread}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format a table; the first row is its header."""
+    """Format a table in Markdown. The first row is the header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
@@ -187,9 +206,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plot(name: str, runs: Sequence[Result]) -> Figure:
-    """Plot a suite: metric of each model, perplexity by length, or accuracy by time."""
+    """Plot the metric of each model, and perplexity over context length if it was measured.
+
+    For suites with a given training time, plot accuracy over time instead.
+    """
     suite = queue.find_suite(name)
-    finished = [each for each in runs if not each.is_sweep and not each.error]
+    finished = [each for each in runs if not each.error]
     if name in queue.TIMED:
         return plot_time(suite, finished)
     models = list(by_title(suite, finished))
@@ -203,7 +225,7 @@ def plot(name: str, runs: Sequence[Result]) -> Figure:
 
 
 def plot_models(axes: Any, suite: Suite, models: Sequence[tuple[str, list[Result]]]) -> None:
-    """Draw one row per model: each seed as a dot, the mean as a line."""
+    """Draw one row per model, with a dot for each seed and a line for the mean."""
     scale = 100 if suite.metric == "accuracy" else 1
     for row, (_, members) in enumerate(models):
         values = [scale * each.final(suite.metric) for each in members]
@@ -216,21 +238,23 @@ def plot_models(axes: Any, suite: Suite, models: Sequence[tuple[str, list[Result
 
 
 def plot_lengths(axes: Any, models: Sequence[tuple[str, list[Result]]]) -> None:
-    """Draw the mean perplexity of each model over the context length."""
+    """Draw the mean perplexity of each model over context length."""
     for title, members in models:
         lengths = sorted(map(int, members[0].perplexities))
         means = [
             statistics.fmean(each.perplexities[str(length)] for each in members)
             for length in lengths
         ]
-        axes.plot(lengths, means, "o-", label=title)
-    axes.set(xscale="log", yscale="log", xlabel="context length (bytes)", ylabel="perplexity")
+        if means:
+            axes.plot(lengths, means, "o-", label=title)
+            axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="context length (bytes)", ylabel="perplexity")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
 
 
 def plot_time(suite: Suite, runs: Sequence[Result]) -> Figure:
-    """Draw accuracy over training time: a panel per canvas, a line per run."""
+    """Draw accuracy over training time, with one panel per image size and one line per run."""
     sides = sorted({each.config["data"]["size"] for each in runs})
     figure = Figure(figsize=(5 * len(sides), 3.6), layout="constrained")
     grid = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
@@ -240,8 +264,8 @@ def plot_time(suite: Suite, runs: Sequence[Result]) -> Figure:
         for each in sorted(shown, key=lambda each: each.minutes or 0.0):
             x = [line["seconds"] / MINUTE for line in each.evaluations]
             y = [100 * line["accuracy"] for line in each.evaluations]
-            title = suite.variants[each.variant].title
-            axes.plot(x, y, "o-", color=colors[each.family], label=title, markersize=3)
+            model, *_ = suite.variants[each.variant].title.split(",")
+            axes.plot(x, y, "o-", color=colors[each.family], label=model, markersize=3)
         handles, labels = axes.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         axes.legend(unique.values(), unique.keys(), frameon=False)

@@ -1,9 +1,9 @@
-"""The runs of the study: models, claims of the papers, and the order in which they are trained.
+"""The runs of the study: the models, the papers' claims, and the order of training.
 
-A suite is one data set with one budget, on which models of equal size are compared. The learning
-rate of each family of models is chosen by a sweep: short runs on a seed of their own, which are
-evaluated on held-out training data. Two seeds of each model are trained first, and a third where it
-can decide a claim.
+A suite compares models of equal size on one data set with one training budget. A sweep of short
+runs chooses the learning rate of each family of models. These runs have a separate seed. In suites
+that test claims, they are evaluated on held-out training data. Each model is trained with two seeds
+first, and with a third if that can decide a claim.
 """
 
 import math
@@ -30,69 +30,69 @@ from onescan.models.presets import LIGHTNET_ABLATIONS, preset
 from onescan.models.size import model_size
 from onescan.recipes import find_recipe
 from onescan.tasks import ImageClassificationConfig
-from onescan.training import RunConfig, TrainingConfig
+from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
-TOLERANCE = 0.03  # by which the parameters of compared models may differ
+TOLERANCE = 0.03  # relative difference allowed between parameter counts of compared models
 SEEDS, MAX_SEEDS, SWEEP_SEED = 2, 3, 100
-FREE = ("name", "model", "training.learning_rate")  # what compared runs may differ in
-STANDARD_ERRORS = 2.0  # that a difference must exceed
+FREE = ("name", "model", "training.learning_rate")  # fields that may differ between compared runs
+STANDARD_ERRORS = 2.0  # that a mean difference must exceed to decide a claim
 
-# Files below the folder of the data; sweeps read the training part alone.
+# Paths in the data folder. Sweeps read only the training data.
 CIFAR10, CIFAR10_TRAIN = "cifar10", "cifar10-train.parquet"
 SHAKESPEARE, SHAKESPEARE_TRAIN = "tinyshakespeare.txt", "tinyshakespeare-train.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model of a suite."""
+    """A model in a suite."""
 
     title: str
     family: str
-    """Models that share a learning rate."""
+    """Name of the group of models that share a learning rate."""
     run: RunConfig
-    """The run, except for its learning rate and its seed."""
+    """Config of the run. The queue replaces its learning rate and seed."""
     minutes: float | None = None
-    """Training time; the number of steps is measured before the run. None for given steps."""
+    """Training time, which determines the number of steps. None uses the length of `run`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One data set with one budget."""
+    """Models that are compared on one data set with one training budget."""
 
     title: str
-    about: str
-    """Budget and data, for the results page."""
+    description: str
+    """Description of the models, data and budget for the results page."""
     metric: Literal["accuracy", "loss"]
-    rates: tuple[float, ...]
-    """Learning rates of the sweeps."""
+    learning_rates: tuple[float, ...]
+    """Learning rates that each sweep compares."""
     sweep: Mapping[str, Any]
-    """Changes of a run for the sweep, by dotted name."""
+    """Config fields that differ in sweeps, by dotted name."""
     sweep_minutes: float | None = None
+    """Training time of each run in a sweep. None uses the number of steps or epochs."""
     variants: Mapping[str, Variant]
     order: tuple[tuple[str, ...], ...]
-    """Variants in the order in which they are trained; both models of a claim come first in the
-    same group."""
+    """Groups of variants in training order. The third seeds of a claim follow the group that
+    completes its pair of models."""
     lengths: tuple[int, ...] = ()
     """Context lengths at which language models are evaluated after training."""
 
 
 class Claim(NamedTuple):
-    """A statement of a paper: one model is better than another."""
+    """A paper's claim that one model is better than another, or as good."""
 
     text: str
-    printed: str
-    """The paper's own numbers, and where it prints them."""
+    reported: str
+    """The paper's own results and where they appear."""
     suite: str
     better: str
     worse: str
     margin: float = 0.0
-    """For claims that one model is as good as another: the difference in the metric that is still
-    considered equal."""
+    """For claims that one model is as good as another: how much worse its metric may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """A run of the queue."""
+    """A run in the queue."""
 
     suite: str
     variant: str
@@ -106,7 +106,7 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """Name of the run, and of its result file."""
+        """Name of the run and of its result file."""
         if self.is_sweep:
             return sweep_name(self.suite, self.family, self.config.training.learning_rate)
         return f"{self.suite}-{self.variant}-{self.seed}"
@@ -114,7 +114,7 @@ class StudyRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished run; the content of its result file."""
+    """The result of a finished run, as stored in its file."""
 
     name: str
     suite: str
@@ -126,21 +126,21 @@ class Result:
     parameters: int
     steps: int
     evaluations: list[dict[str, float]]
-    """Step, epoch, training seconds so far and metrics of each evaluation. Empty if the run
+    """Step, epoch, metrics and training seconds so far of each evaluation. Empty if the run
     diverged."""
     error: str = ""
-    """Why the run ended early, such as a loss that is not finite."""
+    """Why training stopped early, such as a loss that is not finite. Empty if it did not."""
     minutes: float | None = None
-    """Training time that was given, if the number of steps was not."""
+    """Planned training time. None if the number of steps or epochs was given instead."""
     perplexities: dict[str, float]
-    """By context length, of language models."""
+    """Perplexity by context length. Empty except for language models."""
     wall_seconds: float
     cpu_seconds: float
     commit: str
     config: dict[str, Any]
-    """The complete config. Paths are those of the queue, not of the machine."""
+    """The complete config, with paths relative to the data folder."""
     data: dict[str, str]
-    """SHA-256 of each file that was read."""
+    """SHA-256 hash of each data file."""
     environment: dict[str, Any]
 
     def final(self, metric: str) -> float:
@@ -152,12 +152,12 @@ Results = Mapping[str, Result]
 
 
 class Verdict(NamedTuple):
-    """What the paired differences over seeds say of a claim.
+    """What the paired differences over seeds say about a claim.
 
     Attributes:
-        outcome: The verdict.
-        mean: Mean difference; positive supports the claim.
-        error: Standard error of the mean; NaN with fewer than two seeds.
+        outcome: Whether the claim is confirmed, refuted or undecided.
+        mean: Mean difference. Positive values support the claim.
+        error: Standard error of the mean. NaN for fewer than two seeds.
         seeds: Number of differences.
     """
 
@@ -168,7 +168,10 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(differences: Sequence[float]) -> Verdict:
-    """Judge a claim: its mean difference must exceed twice its standard error, over three seeds.
+    """Return the verdict on a claim from its paired differences over seeds.
+
+    It is undecided unless there are at least three differences and the absolute value of their mean
+    exceeds twice its standard error.
 
     >>> verdict_of([1.0, 1.1, 0.9]).outcome, verdict_of([-1.0, -1.1, -0.9]).outcome
     ('confirmed', 'refuted')
@@ -183,11 +186,13 @@ def verdict_of(differences: Sequence[float]) -> Verdict:
     return Verdict("confirmed" if mean > 0 else "refuted", mean, error, count)
 
 
+ONE_THREAD = MachineConfig(device="cpu", workers=0)  # so that CPU time includes reading data
+
 # CIFAR-10
 
 
 def _image_model(name: str, **changes: Any) -> ModelConfig:
-    """Return a preset with 0.48 million parameters for images of 32 x 32."""
+    """Return a preset with about 0.48 million parameters for images of 32 x 32 pixels."""
     sizes = {
         "num_classes": 10,
         "image_size": 32,
@@ -208,6 +213,7 @@ def _image_run(model: ModelConfig) -> RunConfig:
     return replace(
         run,
         name="study",
+        machine=ONE_THREAD,
         data=data,
         model=model,
         task=ImageClassificationConfig(label_smoothing=0.1, augment=augment),
@@ -227,7 +233,7 @@ def _images() -> Suite:
     )
     softmax = {"mixer": SoftmaxMixerConfig(num_heads=4), "mlp.ratio": 2.88}
     hybrid = HybridMixerConfig(linear=lightnet.mixer, attention=SoftmaxMixerConfig(num_heads=4))
-    wide = {"mlp.ratio": 4.33}  # as many parameters as LightNet
+    wide = {"mlp.ratio": 4.33}  # gives about as many parameters as LightNet has
     ldn = _image_model("ldn_base", width=128)
     natural = _image_model("lion_s_natural_tiny", **wide)
     models = {
@@ -280,12 +286,14 @@ def _images() -> Suite:
     }
     return Suite(
         title="CIFAR-10",
-        about=(
-            "0.48 million parameters, patches of 4 x 4, 8 epochs of 50,000 images in batches of "
-            "128, shifted by up to 4 pixels and flipped. Test accuracy after the last epoch."
+        description=(
+            "Models have about 0.48 million parameters and patches of 4 x 4 pixels. They are "
+            "trained for 8 epochs on 50,000 images with batch size 128, random shifts of up to 4 "
+            "pixels and horizontal flips. Accuracy is measured on the test images after the last "
+            "epoch."
         ),
         metric="accuracy",
-        rates=(1e-3, 2e-3, 4e-3),
+        learning_rates=(1e-3, 2e-3, 4e-3),
         sweep=MappingProxyType({"training.epochs": 2, "data.path": CIFAR10_TRAIN}),
         variants={
             name: Variant(title=title, family=family, run=_image_run(model))
@@ -312,7 +320,7 @@ def _images() -> Suite:
 
 
 def _with(model: Any, changes: Mapping[str, Any]) -> Any:
-    """Return a model's config with other fields; "mlp.ratio" refers to the MLP after the change."""
+    """Return the config of a model with other values of some fields, by dotted name."""
     return configs.replace(model, changes)
 
 
@@ -320,15 +328,16 @@ def _ablation(model: ModelConfig, name: str) -> ModelConfig:
     return configs.replace(model, LIGHTNET_ABLATIONS[name])
 
 
-# Text: Shakespeare, byte by byte
+# Byte-level language models on Shakespeare
 
 
 def _text_run(name: str, model: ModelConfig | None = None, **changes: Any) -> RunConfig:
-    """Return a recipe on Shakespeare, with another model or other fields of its model."""
+    """Return a recipe on Shakespeare, optionally with another model or other model fields."""
     run = find_recipe(name)()
     return replace(
         run,
         name="study",
+        machine=ONE_THREAD,
         model=_with(model or run.model, changes),
         data=configs.replace(run.data, {"path": SHAKESPEARE}),
         training=replace(run.training, evaluate_every=2.0),
@@ -337,7 +346,7 @@ def _text_run(name: str, model: ModelConfig | None = None, **changes: Any) -> Ru
 
 @cache
 def _text() -> Suite:
-    # Learned positions of more tokens than those of training would be parameters without use.
+    # Learned positions beyond the training length would be unused parameters.
     tokens: dict[str, Any] = {"position.max_tokens": 128}
     lightnet = _text_run("shakespeare_lightnet")
     gpt2 = _text_run("shakespeare_gpt2", **tokens)
@@ -358,22 +367,25 @@ def _text() -> Suite:
                 ("without_decay", "without decay"),
             )
         },
-        "lion_s": ("LION-s, causal", "lion", _text_run("shakespeare_lion_s", **{"mlp.ratio": 4.2})),
+        "lion_s": ("Causal LION-s", "lion", _text_run("shakespeare_lion_s", **{"mlp.ratio": 4.2})),
         "linear_attention": (
-            "linear attention",
+            "Linear attention",
             "linear_attention",
             replace(gpt2, model=_with(gpt2.model, {"mixer": linear})),
         ),
         "gpt2": ("GPT-2", "gpt2", gpt2),
     }
     return Suite(
-        title="Shakespeare, byte by byte",
-        about=(
-            "0.85 million parameters, 2,400 steps of 16 sequences of 128 bytes: about five passes "
-            "over the text. Loss on its last tenth after the last step, in nats per byte."
+        title="Shakespeare: byte-level language models",
+        description=(
+            "Models have about 0.85 million parameters. They are trained for 2,400 steps of 16 "
+            "sequences of 128 bytes, about five passes over the training text. The loss is "
+            "measured on the last tenth of the text after the last step. Perplexity per byte is "
+            "measured on up to 65,537 of its bytes at several context lengths T, in bytes. It is "
+            "missing where a model does not support the length."
         ),
         metric="loss",
-        rates=(1.5e-3, 3e-3, 6e-3),
+        learning_rates=(1.5e-3, 3e-3, 6e-3),
         sweep=MappingProxyType({"training.steps": 400, "data.path": SHAKESPEARE_TRAIN}),
         variants={
             name: Variant(title=title, family=family, run=run)
@@ -396,13 +408,14 @@ def _masked() -> Suite:
         "bert": ("BERT", bert),
     }
     return Suite(
-        title="Shakespeare, masked bytes",
-        about=(
-            "0.87 million parameters, 2,400 steps of 16 sequences of 128 bytes; 15% of the words "
-            "are masked. Loss on their bytes in the last tenth, in nats per byte."
+        title="Shakespeare: masked language models",
+        description=(
+            "Models have about 0.87 million parameters. They are trained for 2,400 steps of 16 "
+            "sequences of 128 bytes, in which 15% of the words are masked. The loss is measured on "
+            "the masked bytes of the last tenth of the text after the last step."
         ),
         metric="loss",
-        rates=(1.5e-3, 3e-3, 6e-3),
+        learning_rates=(1.5e-3, 3e-3, 6e-3),
         sweep=MappingProxyType({"training.steps": 400, "data.path": SHAKESPEARE_TRAIN}),
         variants={
             name: Variant(title=title, family=name, run=run) for name, (title, run) in runs.items()
@@ -411,17 +424,18 @@ def _masked() -> Suite:
     )
 
 
-# Equal time: digits on textured canvases
+# Equal training time: digits on textured images
 
 SIDES, MINUTES = (64, 128), (5, 15)
 
 
 def _canvas_run(model: ModelConfig, side: int) -> RunConfig:
-    """Return the recipe of digits on textured canvases at another size."""
+    """Return the recipe canvas_digits with another model and image size."""
     run = find_recipe("canvas_digits")()
     return replace(
         run,
         name="study",
+        machine=ONE_THREAD,
         model=_with(model, {"image_size": (side, side)}),
         data=configs.replace(run.data, {"size": side, "scale": side // 16}),
     )
@@ -441,7 +455,7 @@ def _time() -> Suite:
                 position=None,
             ),
         ),
-        # Learned positions would be three times as many parameters as the rest.
+        # Learned positions would have three times as many parameters as the rest of the model.
         "deit": (
             "DeiT with sinusoidal positions",
             replace(
@@ -454,33 +468,38 @@ def _time() -> Suite:
     }
     variants = {
         f"{name}_{side}_{minutes}min": Variant(
-            title=title, family=name, run=_canvas_run(model, side), minutes=minutes
+            title=f"{title}, {side} x {side}, {minutes} min",
+            family=name,
+            run=_canvas_run(model, side),
+            minutes=minutes,
         )
         for side in SIDES
         for name, (title, model) in models.items()
         for minutes in MINUTES
     }
     return Suite(
-        title="Equal time: digits on textured canvases",
-        about=(
-            "0.07 million parameters, trained for 5 and for 15 minutes on one thread, with patches "
-            "of 2 x 2: the same images at 64 x 64 pixels, 1,024 tokens, and at 128 x 128, 4,096 "
-            "tokens. Evaluations do not count. Each line is one run, whose learning rate has "
-            "decayed by its end. Learning rates were chosen in runs of 2 minutes at 64 x 64."
+        title="Equal training time: digits on textured images",
+        description=(
+            "Models have about 0.07 million parameters and patches of 2 x 2 pixels. They are "
+            "trained for 5 or 15 minutes on one thread, not counting evaluations. Images have 64 x "
+            "64 pixels (1,024 tokens) or 128 x 128 pixels (4,096 tokens), and digits take up half "
+            "their height and width. Each line in the figure is one run, with a learning rate "
+            "schedule that ends with the run. Learning rates are chosen by runs of 5 minutes on "
+            "images of 64 x 64 pixels."
         ),
         metric="accuracy",
-        rates=(1e-3, 2e-3, 4e-3),
-        sweep=MappingProxyType({"data.split_seed": 1}),
-        sweep_minutes=2.0,
+        learning_rates=(1e-3, 2e-3, 4e-3),
+        sweep=MappingProxyType({"data.validate": True}),
+        sweep_minutes=5.0,
         variants=variants,
         order=(tuple(variants),),
     )
 
 
 SUITES = {"images": _images, "text": _text, "masked": _masked, "time": _time}
-TIMED = ("time",)  # need a machine on which nothing else runs
+TIMED = ("time",)  # suites that need an otherwise idle machine
 
-# Groups of variants in the order in which they are trained: suite, and index in its order.
+# Groups of variants in training order: name of the suite, and index in its `order`.
 ORDER = (
     ("images", 0),
     ("text", 0),
@@ -496,94 +515,94 @@ ORDER = (
 CLAIMS = (
     Claim(
         "LightNet is more accurate than DeiT",
-        "74.46 against 72.20 (LightNet, Table 1)",
+        "74.46 vs. 72.20 (LightNet, Table 1)",
         *("images", "lightnet", "deit"),
     ),
     Claim(
-        "LightNet attention is as good as softmax attention in the same network",
-        "not printed",
+        "LightNet's attention is as good as softmax attention in the same network",
+        "not reported",
         *("images", "lightnet", "softmax"),
         margin=0.01,
     ),
     Claim(
         "Additive decay helps on images",
-        "74.46 against 71.85 (LightNet, Table 1)",
+        "74.46 vs. 71.85 (LightNet, Table 1)",
         *("images", "lightnet", "lightnet_without_decay"),
     ),
     Claim(
         "MD-TPE helps on images",
-        "74.46 against 73.97 (LightNet, Table 1)",
+        "74.46 vs. 73.97 (LightNet, Table 1)",
         *("images", "lightnet", "lightnet_without_tpe"),
     ),
     Claim(
         "MD-LRPE helps on images",
-        "74.46 against 74.02 (LightNet, Table 1)",
+        "74.46 vs. 74.02 (LightNet, Table 1)",
         *("images", "lightnet", "lightnet_without_lrpe"),
     ),
     Claim(
         "The norm after attention helps on images",
-        "74.46 against 73.46 (LightNet, Table 7)",
+        "74.46 vs. 73.46 (LightNet, Table 7)",
         *("images", "lightnet", "lightnet_without_norm"),
     ),
     Claim(
         "A low-rank gate is as good as a full-rank gate",
-        "74.46 against 73.92 (LightNet, Table 7)",
+        "74.46 vs. 73.92 (LightNet, Table 7)",
         *("images", "lightnet", "lightnet_full_rank_gate"),
         margin=0.01,
     ),
     Claim(
-        "One scan of LightNet is more accurate than two scans of TNL",
-        "74.46 against 72.89 (LightNet, Table 1)",
+        "LightNet with one scan is more accurate than TNL with two scans",
+        "74.46 vs. 72.89 (LightNet, Table 1)",
         *("images", "lightnet", "tnl"),
     ),
     Claim(
         "LDN is more accurate than ViT",
-        "80.9 against 77.5 on CIFAR-10 (LDN, Table 4)",
+        "80.9 vs. 77.5 on CIFAR-10 (LDN, Table 4)",
         *("images", "ldn", "vit"),
     ),
     Claim(
-        "Diffusion helps",
-        "80.9 against 78.0 on CIFAR-10 (LDN, Table 4)",
+        "Diffusion helps LDN",
+        "80.9 vs. 78.0 on CIFAR-10 (LDN, Table 4)",
         *("images", "ldn", "ldn_without_diffusion"),
     ),
     Claim(
-        "LION-s natural needs both directions",
-        "80.07 against 70.24 on CIFAR-100 (LION, Table 16)",
+        "LION-s natural is more accurate in both directions than forward only",
+        "80.07 vs. 70.24 on CIFAR-100 (LION, Table 16)",
         *("images", "lion_s_natural", "lion_s_natural_forward"),
     ),
     Claim(
         "LION-s natural is more accurate than LION-lit",
-        "80.07 against 73.61 on CIFAR-100 (LION, Tables 14 and 16)",
+        "80.07 vs. 73.61 on CIFAR-100 (LION, Tables 14 and 16)",
         *("images", "lion_s_natural", "lion_lit"),
     ),
     Claim(
         "MD-TPE helps in language models",
-        "perplexity 4.59 against 4.69 (LightNet, Table 6)",
+        "perplexity 4.59 vs. 4.69 (LightNet, Table 6)",
         *("text", "lightnet", "lightnet_without_tpe"),
     ),
     Claim(
         "LRPE helps in language models",
-        "perplexity 4.59 against 4.69 (LightNet, Table 6)",
+        "perplexity 4.59 vs. 4.69 (LightNet, Table 6)",
         *("text", "lightnet", "lightnet_without_lrpe"),
     ),
     Claim(
         "Additive decay helps in language models",
-        "perplexity 4.59 against 4.62 (LightNet, Table 6)",
+        "perplexity 4.59 vs. 4.62 (LightNet, Table 6)",
         *("text", "lightnet", "lightnet_without_decay"),
     ),
     Claim(
-        "LightNet is better than a Transformer",
-        "perplexity 23.75 against 24.78 (LightNet, Table 5)",
+        "LightNet is a better language model than a Transformer",
+        "perplexity 23.75 vs. 24.78 (LightNet, Table 5)",
         *("text", "lightnet", "gpt2"),
     ),
     Claim(
-        "LightNet is better than linear attention (1 + elu)",
-        "perplexity 23.75 against 28.05 (LightNet, Table 5)",
+        "LightNet is a better language model than linear attention (1 + elu)",
+        "perplexity 23.75 vs. 28.05 (LightNet, Table 5)",
         *("text", "lightnet", "linear_attention"),
     ),
     Claim(
-        "Causal LION-s is better than linear attention",
-        "perplexity 18.16 against 21.07 (LION, Fig. 5)",
+        "Causal LION-s is a better language model than linear attention",
+        "perplexity 18.16 vs. 21.07 (LION, Fig. 5)",
         *("text", "lion_s", "linear_attention"),
     ),
 )
@@ -598,7 +617,10 @@ def find_suite(name: str) -> Suite:
 
 
 def queue(results: Results) -> list[StudyRun]:
-    """Return all runs in order, finished ones included; third seeds only where they can decide."""
+    """Return all runs in training order, including finished ones.
+
+    Third seeds are included only if they can decide a claim.
+    """
     runs: dict[str, StudyRun] = {}
     reached: set[tuple[str, str]] = set()
     for suite, index in ORDER:
@@ -616,7 +638,7 @@ def queue(results: Results) -> list[StudyRun]:
 
 
 def differences(claim: Claim, results: Results) -> list[float]:
-    """Return the paired differences over seeds, oriented so that positive ones support a claim."""
+    """Return the difference for each seed, plus the margin. Positive ones support the claim."""
     metric = find_suite(claim.suite).metric
     sign = 1.0 if metric == "accuracy" else -1.0
     found = []
@@ -629,22 +651,23 @@ def differences(claim: Claim, results: Results) -> list[float]:
 
 
 def can_be_decided(claim: Claim, results: Results) -> bool:
-    """Whether a third seed can decide a claim, after two.
+    """Return whether a third seed can decide a claim, given the first two.
 
-    If two of three numbers have different signs, their mean is at most twice its standard error.
+    It cannot if the first two differences have different signs: for any third difference, the
+    absolute value of the mean is then at most twice its standard error.
     """
     found = differences(claim, results)[:SEEDS]
     return len(found) == SEEDS and math.prod(found) > 0
 
 
 def sweep_name(suite: str, family: str, rate: float) -> str:
-    """Return the name of a run of a sweep."""
+    """Return the name of a run in a sweep."""
     return f"{suite}-sweep-{family}-{rate:g}"
 
 
 def chosen_rate(suite: str, family: str, results: Results) -> float | None:
-    """Return the learning rate with the best final metric; None if the sweep has not finished."""
-    names = [sweep_name(suite, family, rate) for rate in find_suite(suite).rates]
+    """Return the learning rate with the best final metric, or None if the sweep is unfinished."""
+    names = [sweep_name(suite, family, rate) for rate in find_suite(suite).learning_rates]
     finished = [results[name] for name in names if name in results]
     if len(finished) < len(names):
         return None
@@ -657,10 +680,10 @@ def chosen_rate(suite: str, family: str, results: Results) -> float | None:
 
 
 def _sweep(suite: str, family: str) -> Iterator[StudyRun]:
-    """Yield the runs that choose the learning rate of a family, on its first variant."""
+    """Yield the sweep of a family: one run of its first variant at each learning rate."""
     found = find_suite(suite)
     name = next(name for name, each in found.variants.items() if each.family == family)
-    for rate in found.rates:
+    for rate in found.learning_rates:
         changes = {**found.sweep, "training.learning_rate": rate, "training.seed": SWEEP_SEED}
         yield StudyRun(
             suite=suite,
@@ -691,10 +714,12 @@ def _run(suite: str, name: str, seed: int, results: Results) -> StudyRun:
 
 
 def check_fairness() -> None:
-    """Check that compared models have equal budgets, and parameters within `TOLERANCE`.
+    """Check that compared models have equal budgets, and parameter counts within `TOLERANCE`.
+
+    In suites with a given training time, only parameters are checked.
 
     Raises:
-        ValueError: If they do not; names both models.
+        ValueError: If two models differ too much. The message names both.
     """
     pairs = [(claim.suite, claim.better, claim.worse) for claim in CLAIMS]
     pairs += [(name, *pair) for name in TIMED for pair in pairwise(find_suite(name).variants)]
@@ -703,7 +728,7 @@ def check_fairness() -> None:
         counts = [parameters(variant.run.model) for variant in (first, second)]
         if max(counts) > (1 + TOLERANCE) * min(counts):
             raise ValueError(
-                f"{suite}: {a} has {counts[0]:,} parameters and {b} {counts[1]:,}, expected a "
+                f"{suite}: {a} has {counts[0]:,} parameters, but {b} has {counts[1]:,}, expected a "
                 f"difference of at most {TOLERANCE:.0%}"
             )
         if suite in TIMED:
@@ -711,8 +736,8 @@ def check_fairness() -> None:
         for path, *values in configs.differences(first.run, second.run):
             if not any(path == free or path.startswith(f"{free}.") for free in FREE):
                 raise ValueError(
-                    f"{suite}: {path} is {values[0]} for {a} and {values[1]} for {b}, expected "
-                    "equal budgets"
+                    f"{suite}: {path} is {values[0]} for {a}, but {values[1]} for {b}, expected "
+                    "equal values"
                 )
 
 

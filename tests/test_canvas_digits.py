@@ -1,4 +1,4 @@
-"""Digits on textured images: positions, textures, splits, and the recipe."""
+"""Digits on textured images: positions, textures, splits and the recipe."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def images_of(data, examples):
     "config",
     [CONFIG, replace(CONFIG, size=64, scale=4), replace(SMALL, scale=3, texture_contrast=0.0)],
 )
-def test_digits_are_at_their_position_and_nowhere_else(config):
+def test_digits_are_drawn_only_at_their_positions(config):
     train = config.build().train
     images, labels = train.read(SEEDED).batch
     assert images.shape == (4, 1, config.size, config.size)
@@ -62,7 +62,7 @@ def test_positions_cover_the_image(splits):
     assert not full.left.any()
 
 
-def test_textures_fill_their_range_and_say_nothing_in_the_mean():
+def test_textures_fill_their_range_differ_and_have_similar_means():
     train = CONFIG.build().train
     examples = [Example(i, i) for i in range(64)]
     texture = train.backgrounds(examples).texture.float() / 255
@@ -75,12 +75,12 @@ def test_textures_fill_their_range_and_say_nothing_in_the_mean():
     mean = images.float().mean((1, 2, 3)) / 255
     assert mean.std() < 0.1 * spread.mean()
     correlation = torch.corrcoef(texture.flatten(1))
-    assert (correlation - torch.eye(64)).abs().max() < 0.5  # no two textures are alike
+    assert (correlation - torch.eye(64)).abs().max() < 0.5  # no two textures are similar
     neighbors = torch.stack([texture[:, :, 1:].flatten(), texture[:, :, :-1].flatten()])
-    assert torch.corrcoef(neighbors)[0, 1] > 0.4  # waves, not noise alone
+    assert torch.corrcoef(neighbors)[0, 1] > 0.4  # waves, not only noise
 
 
-def test_constants_are_those_of_the_defaults():
+def test_default_mean_and_std_are_those_of_the_images():
     splits = CONFIG.build()
     images = images_of(splits.train, [Example(i, i) for i in range(500)])
     pixels = splits.format.model_input(images)
@@ -140,7 +140,7 @@ def test_test_images_stay_the_same(splits):
     assert len(positions) > 70  # of 81
 
 
-def test_test_digits_are_not_in_training(splits):
+def test_training_and_test_digits_are_disjoint(splits):
     assert isinstance(splits.train, DigitImages)
     train, test = (set(part.digits.tolist()) for part in (splits.train, splits.test))
     assert (len(train), len(test)) == (len(splits.train), len(splits.test)) == (1437, 360)
@@ -151,15 +151,24 @@ def test_test_digits_are_not_in_training(splits):
     assert set(other.test.digits.tolist()) != test
 
 
+def test_validation_leaves_out_the_test_digits(splits):
+    other = replace(SMALL, validate=True).build()
+    train, test = (set(part.digits.tolist()) for part in (other.train, other.test))
+    assert not train & test
+    assert train | test == set(splits.train.digits.tolist())
+    assert len(test) == pytest.approx(0.2 * len(splits.train), abs=5)
+    assert set(other.test.labels.tolist()) == set(range(10))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"size": 0}, "size is 0, expected a whole number of at least 1"),
-        ({"size": 31, "scale": 4}, "size is 31, expected 32 or more .* data.scale, 4"),
+        ({"size": 31, "scale": 4}, "size is 31, expected at least 32 .* a data.scale of 4"),
         ({"scale": 0}, "scale is 0, expected a whole number of at least 1"),
-        ({"texture_contrast": 1.0}, "texture_contrast is 1.0, expected 0 or more and less than 1"),
-        ({"texture_contrast": -0.1}, "texture_contrast is -0.1, expected 0 or more"),
-        ({"texture_contrast": float("nan")}, "texture_contrast is nan, expected 0 or more"),
+        ({"texture_contrast": 1.0}, "texture_contrast is 1.0, expected at least 0 and less than 1"),
+        ({"texture_contrast": -0.1}, "texture_contrast is -0.1, expected at least 0"),
+        ({"texture_contrast": float("nan")}, "texture_contrast is nan, expected at least 0"),
         ({"test_fraction": 1.5}, "test_fraction is 1.5, expected between 0 and 1"),
         ({"split_seed": -1}, "split_seed is -1, expected a whole number of at least 0"),
         ({"background_seed": -1}, "background_seed is -1, expected a whole number of at least 0"),
@@ -171,7 +180,7 @@ def test_fields_are_checked(fields, message):
         CanvasDigitsConfig(**fields).build()
 
 
-def test_other_constants_are_checked():
+def test_mean_must_be_finite():
     with pytest.raises(ValueError, match=r"mean is \(nan,\), expected finite numbers"):
         CanvasDigitsConfig(mean=float("nan")).build()
 
@@ -180,7 +189,7 @@ SMALLER = {"data.size": 64, "data.scale": 4, "model.image_size": (64, 64)}
 
 
 @pytest.mark.parametrize(("changes", "side"), [({}, 128), (SMALLER, 64)], ids=["default", "small"])
-def test_the_recipe_reads_its_images(changes, side):
+def test_the_model_of_the_recipe_fits_its_images(changes, side):
     run = configs.replace(find_recipe("canvas_digits")(), changes)
     splits = run.data.build()
     task = run.task.build(splits)

@@ -1,4 +1,4 @@
-"""The study: its queue, the verdicts, runs that are repeated or interrupted, and the page."""
+"""The study: its queue, its verdicts, repeated and interrupted runs, and the results page."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def tiny_suite(**changes):
-    """Digits with a model that trains in a second; "plain" has no position encoding."""
+    """Return a suite of two models that train in a second; "plain" has no position encoding."""
     run = find_recipe("digits")()
     training = TrainingConfig(steps=6, batch_size=32, evaluate_every=0.05)
     model = configs.replace(run.model, {"width": 16, "depth": 1, "mixer.num_heads": 2})
@@ -41,9 +41,9 @@ def tiny_suite(**changes):
     }
     fields = {
         "title": "Digits",
-        "about": "Six steps.",
+        "description": "Six steps.",
         "metric": "accuracy",
-        "rates": (1e-3, 2e-3),
+        "learning_rates": (1e-3, 2e-3),
         "sweep": {"training.steps": 3},
         "variants": variants,
         "order": (("full", "plain"),),
@@ -53,18 +53,18 @@ def tiny_suite(**changes):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Replace the study by one suite of two models and one claim."""
+    """Replace the study with one suite of two models and one claim."""
     suite = tiny_suite()
     monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
     monkeypatch.setattr(study_queue, "ORDER", (("digits", 0),))
-    claim = Claim("Positions help", "90 against 80", "digits", "full", "plain")
+    claim = Claim("Positions help", "90 vs. 80", "digits", "full", "plain")
     monkeypatch.setattr(study_queue, "CLAIMS", (claim,))
     monkeypatch.setattr(study_queue, "TIMED", ())
     return claim
 
 
 def result(name, *, value=0.5, metric="accuracy", **changes):
-    """A result file of the tiny suite with made-up numbers."""
+    """Return a result of the tiny suite with made-up numbers."""
     suite, *middle, last = name.split("-")
     is_sweep = middle[0] == "sweep"
     fields = {
@@ -90,7 +90,7 @@ def result(name, *, value=0.5, metric="accuracy", **changes):
 
 
 def results(**values):
-    """Results by name, from values such as full_0=0.5."""
+    """Return results by name, from values such as full_0=0.5."""
     names = {name.replace("_", "-"): value for name, value in values.items()}
     found = [result(f"digits-{name}", value=value) for name, value in names.items()]
     return {each.name: each for each in found}
@@ -130,14 +130,14 @@ def test_a_verdict_needs_three_seeds_and_twice_the_standard_error(differences, o
         assert verdict.error == pytest.approx((variance / 3) ** 0.5)
 
 
-def test_a_third_seed_cannot_decide_between_different_signs():
+def test_a_third_seed_cannot_decide_if_the_first_two_signs_differ():
     generator = random.Random(0)
     for _ in range(20_000):
         pair = generator.random(), -generator.random()
         assert verdict_of([*pair, generator.uniform(-3, 3)]).outcome == "undecided"
 
 
-def test_the_queue_is_fair_and_its_runs_have_one_name_each():
+def test_comparisons_are_fair_and_run_names_are_unique():
     study_queue.check_fairness()
     runs = study_queue.queue({})
     names = [run.name for run in runs]
@@ -147,7 +147,7 @@ def test_the_queue_is_fair_and_its_runs_have_one_name_each():
             family = study_queue.find_suite(suite).variants[name].family
             first = names.index(f"{suite}-{name}-0")
             assert names.index(f"{suite}-{name}-1") > first
-            for rate in study_queue.find_suite(suite).rates:
+            for rate in study_queue.find_suite(suite).learning_rates:
                 assert names.index(f"{suite}-sweep-{family}-{rate:g}") < first
             assert f"{suite}-{name}-2" not in names
     for claim in study_queue.CLAIMS:
@@ -156,7 +156,7 @@ def test_the_queue_is_fair_and_its_runs_have_one_name_each():
 
 
 @pytest.mark.parametrize("name", list(study_queue.SUITES))
-def test_all_variants_are_in_the_order_once(name):
+def test_each_variant_is_in_the_training_order_once(name):
     suite = study_queue.find_suite(name)
     assert sorted(itertools.chain(*suite.order)) == sorted(suite.variants)
 
@@ -164,12 +164,12 @@ def test_all_variants_are_in_the_order_once(name):
 @pytest.mark.parametrize(
     ("changes", "tolerance", "message"),
     [
-        ({}, 0.03, "full has .* parameters and plain .*, expected a difference of at most 3%"),
-        ({"training.steps": 7}, 1, "training.steps is 6 for full and 7 for plain, expected equal"),
-        ({"task.label_smoothing": 0.2}, 1, "task.label_smoothing is 0.1 for full and 0.2 for"),
+        ({}, 0.03, "full has .* parameters, but plain has .*, expected a difference of at most 3%"),
+        ({"training.steps": 7}, 1, "training.steps is 6 for full, but 7 for plain, expected equal"),
+        ({"task.label_smoothing": 0.2}, 1, "task.label_smoothing is 0.1 for full, but 0.2 for"),
     ],
 )
-def test_unfair_comparisons_are_refused(tiny, changes, tolerance, message, monkeypatch):
+def test_unfair_comparisons_raise_an_error(tiny, changes, tolerance, message, monkeypatch):
     suite = tiny_suite()
     plain = suite.variants["plain"]
     variants = {
@@ -211,7 +211,7 @@ def test_a_third_seed_is_trained_where_it_can_decide(tiny):
     assert not set(third) & set(queued(full_0=0.6, plain_0=0.5, full_1=0.4, plain_1=0.5))
 
 
-def test_losses_count_in_the_other_direction(tiny, monkeypatch):
+def test_lower_losses_support_a_claim(tiny, monkeypatch):
     suite = tiny_suite(metric="loss")
     monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
     found = {
@@ -234,7 +234,7 @@ def numbers(found):
     return [{**line, "seconds": 0} for line in found.evaluations]
 
 
-def test_two_runs_of_a_seed_are_equal_and_other_seeds_differ(tiny, tmp_path):
+def test_runs_with_equal_seeds_are_equal_and_others_differ(tiny, tmp_path):
     first, again = (finish("digits-full-0", tmp_path / name, swept()) for name in "ab")
     other = finish("digits-full-1", tmp_path, swept())
     assert numbers(first) == numbers(again) != numbers(other)
@@ -248,7 +248,7 @@ def test_two_runs_of_a_seed_are_equal_and_other_seeds_differ(tiny, tmp_path):
 
 
 def interrupt(monkeypatch, step):
-    """Send SIGINT to this process when a step ends."""
+    """Send SIGINT to this process at the end of a step."""
     from onescan.training.loop import Loop
 
     update = Loop.update
@@ -261,7 +261,7 @@ def interrupt(monkeypatch, step):
     monkeypatch.setattr(Loop, "update", interrupted)
 
 
-def test_an_interrupted_run_continues_with_equal_numbers(tiny, tmp_path, monkeypatch):
+def test_a_resumed_run_gives_the_same_results(tiny, tmp_path, monkeypatch):
     whole = finish("digits-full-0", tmp_path / "whole", swept())
     with monkeypatch.context() as patch:
         interrupt(patch, 2)
@@ -279,7 +279,7 @@ def test_an_interrupted_run_continues_with_equal_numbers(tiny, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("reason", ["killed", "another commit"])
-def test_a_run_begins_again_if_it_was_killed_or_belongs_to_another_commit(
+def test_a_run_starts_over_if_it_was_killed_or_the_commit_changed(
     tiny, tmp_path, monkeypatch, reason
 ):
     with monkeypatch.context() as patch:
@@ -304,8 +304,8 @@ def test_a_run_begins_again_if_it_was_killed_or_belongs_to_another_commit(
     assert len(trained) == 6
 
 
-def test_a_run_that_diverges_has_a_result(tiny, tmp_path, monkeypatch):
-    suite = tiny_suite(rates=(1e30, 2e-3))
+def test_a_diverged_run_has_a_result(tiny, tmp_path, monkeypatch):
+    suite = tiny_suite(learning_rates=(1e30, 2e-3))
     monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: suite})
     found = finish("digits-sweep-tiny-1e+30", tmp_path)
     assert "training diverged at step 1" in found.error
@@ -313,14 +313,14 @@ def test_a_run_that_diverges_has_a_result(tiny, tmp_path, monkeypatch):
     assert study_page.number("accuracy", [found]) == "diverged"
 
 
-def test_runs_at_equal_time_take_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
+def test_timed_runs_train_for_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
     suite = tiny_suite()
     variants = {
         name: dataclasses.replace(variant, minutes=0.02) for name, variant in suite.variants.items()
     }
     timed = dataclasses.replace(suite, variants=variants)
     monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: timed})
-    monkeypatch.setattr(study, "MAX_DEVIATION", 10.0)  # other tests may run on this machine
+    monkeypatch.setattr(study, "MAX_DEVIATION", 10.0)  # other tests may be running on this machine
     found = finish("digits-full-0", tmp_path, swept())
     assert found.minutes == 0.02
     steps = [line["step"] for line in found.evaluations]
@@ -328,32 +328,34 @@ def test_runs_at_equal_time_take_as_many_steps_as_fit(tiny, tmp_path, monkeypatc
     assert found.steps > 8
     monkeypatch.setattr(study, "MAX_DEVIATION", 0.1)
     study.check_time(1.3, 0.02)
-    with pytest.raises(ValueError, match="training took 1 s, expected 1 s within 10%: do other"):
+    with pytest.raises(
+        ValueError, match="training took 1 s, expected 1 s to within 10%: are other"
+    ):
         study.check_time(1.4, 0.02)
 
 
-def test_results_that_are_damaged_or_misnamed_are_named(tmp_path):
+def test_errors_name_damaged_and_misnamed_result_files(tmp_path):
     study.write_result(result("digits-full-0"), tmp_path)
     assert study.read_results(tmp_path) == {"digits-full-0": result("digits-full-0")}
     file = tmp_path / "digits-full-0.json"
     file.rename(tmp_path / "digits-full-1.json")
-    with pytest.raises(ValueError, match="holds the result 'digits-full-0', expected"):
+    with pytest.raises(ValueError, match="contains the result 'digits-full-0', expected"):
         study.read_results(tmp_path)
     (tmp_path / "digits-full-1.json").write_text('{"name": "digits-full-1"}')
     with pytest.raises(ValueError, match=r"full-1.json is not a result of the study"):
         study.read_results(tmp_path)
 
 
-def test_status_plans_by_what_finished_runs_cost(tiny, tmp_path, capsys, monkeypatch):
+def test_status_estimates_cpu_time_from_finished_runs(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study_queue, "check_fairness", lambda: None)
     found = swept() | {"digits-full-0": result("digits-full-0", cpu_seconds=1800.0)}
     for each in found.values():
         study.write_result(each, tmp_path)
     study.status(tmp_path, hours=0.8)
     shown = capsys.readouterr().out
-    assert "3 of 6 runs are done" in shown
-    assert "2 of 3 runs fit into 0.8 CPU hours" in shown
-    # The model itself took 1800 s, and the family 120, 120 and 1800 s.
+    assert "3 of 6 runs are finished" in shown
+    assert "2 of the 3 remaining runs fit in 0.8 CPU hours" in shown
+    # The finished run of "full" took 1800 s. All runs of its family took 120, 120 and 1800 s.
     lines = [line.split() for line in shown.splitlines()]
     assert ["digits:", "tiny", "(sweep)", "2", "0", "2.0"] in lines
     assert ["digits:", "full", "1", "1", "30.0"] in lines
@@ -361,9 +363,9 @@ def test_status_plans_by_what_finished_runs_cost(tiny, tmp_path, capsys, monkeyp
     assert ["digits-full-1", "30", "0.7"] in lines
 
 
-def test_missing_data_is_named(tmp_path):
+def test_errors_name_missing_data_files(tmp_path):
     run = study_queue.queue({})[0]
-    with pytest.raises(ValueError, match=r"which has no file cifar10-train.parquet"):
+    with pytest.raises(ValueError, match=r"which does not contain cifar10-train.parquet"):
         study.with_data(run.config, tmp_path, tmp_path)
 
 
@@ -408,7 +410,7 @@ def page_of(found, folder):
     return (folder / "study.md").read_text()
 
 
-def test_the_page_and_its_figures_come_from_the_results_alone(tiny, tmp_path):
+def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     values = {"full_0": 0.6, "full_1": 0.61, "full_2": 0.62}
     values |= {"plain_0": 0.5, "plain_1": 0.52, "plain_2": 0.51}
     for each in (swept() | results(**values)).values():
@@ -418,11 +420,11 @@ def test_the_page_and_its_figures_come_from_the_results_alone(tiny, tmp_path):
     study.table(tmp_path / "study", tmp_path)
     page = (tmp_path / "study.md").read_text()
     figure = (tmp_path / "images" / "study_digits.svg").read_bytes()
-    row = "| Positions help | 90 against 80 | 61.00% ± 1.00 against 51.00% ± 1.00 | +10.00 ± 0.58 |"
+    row = "| Positions help | 90 vs. 80 | 61.00% ± 1.00 vs. 51.00% ± 1.00 | +10.00 ± 0.58 |"
     assert f"{row} 3 | **confirmed** |" in page
     assert "| Model full | 61.00% ± 1.00 | 60.00, 61.00, 62.00 | 1,000 | 0.002 | 2.0 |" in page
-    assert "| tiny | 1.00% | 2.00% |" in page
-    assert "8 runs are finished, 0.3 CPU hours in all, each on one thread of a CPU." in page
+    assert "| Model full | 1.00% | 2.00% |" in page
+    assert "Finished runs: 8 (0.3 CPU hours in total, each run on one thread of a CPU)." in page
     assert "](images/study_digits.svg)" in page
     assert not (tmp_path / "images" / "study_old.svg").exists()
     study.table(tmp_path / "study", tmp_path)
@@ -430,8 +432,8 @@ def test_the_page_and_its_figures_come_from_the_results_alone(tiny, tmp_path):
     assert (tmp_path / "images" / "study_digits.svg").read_bytes() == figure
 
 
-def test_claims_that_are_not_decided_say_so(tiny, tmp_path):
-    assert "| Positions help | 90 against 80 |  |  | 0 | not run yet |" in page_of({}, tmp_path)
+def test_the_page_shows_claims_that_are_not_confirmed(tiny, tmp_path):
+    assert "| Positions help | 90 vs. 80 |  |  | 0 | not run yet |" in page_of({}, tmp_path)
     two = results(full_0=0.6, plain_0=0.5, full_1=0.61, plain_1=0.5)
     assert "+10.50 ± 0.50 | 2 | **undecided** |" in page_of(two, tmp_path)
     reverse = {name: dataclasses.replace(each) for name, each in two.items()}
@@ -447,11 +449,11 @@ def test_unequal_results_are_not_compared(tiny, tmp_path, field):
     changed = {"steps": 7, "parameters": 2000, "data": {"file": "other"}}[field]
     name = "digits-plain-0"
     found[name] = dataclasses.replace(found[name], **{field: changed})
-    with pytest.raises(ValueError, match="differ in steps, data or size, expected equal ones"):
+    with pytest.raises(ValueError, match="differ in steps, data or parameters, so they cannot be"):
         study_page.write_page(found, tmp_path)
 
 
-def test_figures_of_lengths_and_of_time(tiny, tmp_path, monkeypatch):
+def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_path, monkeypatch):
     lines = [{"step": n, "epoch": n, "seconds": 60.0 * n, "accuracy": n / 10} for n in (1, 2)]
     found = {
         "digits-full-0": result(
@@ -470,7 +472,7 @@ def test_figures_of_lengths_and_of_time(tiny, tmp_path, monkeypatch):
             assert "| 5.00 | 4.00 |  |" in page_of(found, tmp_path)
 
 
-def test_the_page_in_docs_is_that_of_its_results(tmp_path):
+def test_the_page_in_docs_is_up_to_date(tmp_path):
     page = page_of(study.read_results(ROOT / "docs" / "study"), tmp_path)
     assert page == (ROOT / "docs" / "study.md").read_text()
     names = {path.name for path in (tmp_path / "images").iterdir()}

@@ -1,4 +1,4 @@
-"""Handwritten digits at random positions of large textured images, generated without a download."""
+"""Handwritten digits at random positions in large textured images, generated without a download."""
 
 import math
 from collections.abc import Sequence
@@ -18,54 +18,59 @@ from onescan.data.images import BytePixels, ImageFormat, ImageSet, ImageSplits
 from onescan.data.order import derive_seed
 from onescan.shapes import Labels
 
-SIDE, INK = 8, 16  # pixels of a digit before it is enlarged, and its largest value
+SIDE, INK = 8, 16  # side of a digit in pixels before it is enlarged, and its largest pixel value
 WHITE = 255
 GRATINGS = 4  # plane waves per texture
-PERIOD = 1024  # steps of a full cycle, a power of 2
-MAX_FREQUENCY = PERIOD // 8  # steps per pixel along each axis: wavelengths of 8 pixels or more
-AMPLITUDE = 64  # of each grating, and of the noise
-LEVELS = 2 * AMPLITUDE * (GRATINGS + 1)  # highest sum of gratings and noise; the lowest is 0
-# Textures are computed in integers, so that they are the same on every machine.
+PERIOD = 1024  # phase steps in a full cycle, a power of 2
+MAX_FREQUENCY = PERIOD // 8  # phase steps per pixel along an axis, for periods of at least 8 pixels
+AMPLITUDE = 64  # of each plane wave and of the noise
+LEVELS = 2 * AMPLITUDE * (GRATINGS + 1)  # largest sum of waves and noise; the smallest is 0
+# Textures are computed with integers, so that they are identical on all machines.
 WAVE = torch.from_numpy(np.rint(AMPLITUDE * np.cos(np.arange(PERIOD) * (2 * math.pi / PERIOD))))
 WAVE = WAVE.int()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CanvasDigitsConfig(DataConfig):
-    """Scikit-learn's handwritten digits, each at a random position of a large textured image.
+    """Scikit-learn's handwritten digits, each at a random position in a large textured image.
 
-    The class is the digit. The texture is a sum of plane waves and noise, and differs for every
-    image; strokes are brighter than the texture below them. Images are generated when they are
-    read, as bytes of shape [1, size, size]. Every time a training image is read, it has a new
-    position and texture, while test images stay the same. Digits of the test split are not in the
-    training split.
+    The class is the digit. Each image has its own texture, which is a sum of plane waves and noise.
+    The strokes of the digit are brighter than the texture behind them. Images are generated when
+    they are read, as bytes of shape [1, size, size]. Training images have a new position and
+    texture in every epoch, while test images stay the same. Digits of the test split are not in
+    the training split.
     """
 
     size: int = 128
     """Height and width of the images in pixels."""
     scale: int = 8
-    """Factor by which the digits of 8 x 8 pixels are enlarged."""
+    """Factor by which the digits, which have 8 x 8 pixels, are enlarged."""
     texture_contrast: float = 0.4
-    """Range of the texture's brightness, as a fraction of the range from black to white. Strokes
-    are brighter than the texture by up to the rest. Larger values are harder; 0 is black."""
+    """Largest brightness of the texture, from 0 (a black background) to less than 1 (white).
+    Strokes add up to one minus this value, so larger values make the digits harder to recognize."""
     test_fraction: float = 0.2
     """Fraction of the digits of each class held out for testing, between 0 and 1."""
     split_seed: int = 0
     """Random seed of the train-test split."""
+    validate: bool = False
+    """Leave out the test digits, and hold out part of the training digits in their place. For
+    choosing hyperparameters."""
     background_seed: int = 0
     """Random seed of the positions and textures of test images. Those of training images depend on
-    the seed of the run."""
+    `training.seed`."""
     mean: float = 0.244
-    """Mean brightness, subtracted; 0 is black, 1 is white. Measured with the default fields."""
+    """Mean brightness, which is subtracted from images; 0 is black, 1 is white. The default was
+    measured with the default values of the other fields."""
     std: float = 0.151
-    """Standard deviation of the brightness, divided by. Measured with the default fields."""
+    """Standard deviation of the brightness, by which images are divided. The default was measured
+    with the default values of the other fields."""
 
     def build(self) -> ImageSplits:
         """Read and split the digits.
 
         Raises:
             ValueError: If a field is out of range, if an enlarged digit is larger than the image,
-                or if `test_fraction` leaves fewer digits than classes in either part.
+                or if `test_fraction` leaves fewer digits than classes in either split.
         """
         from sklearn.datasets import load_digits  # imported on use: half a second
 
@@ -76,14 +81,17 @@ class CanvasDigitsConfig(DataConfig):
         digits = load_digits()
         ink = torch.from_numpy(digits.images.astype(np.uint8))
         labels = torch.from_numpy(digits.target).long()
-        parts = stratified_split(labels, fraction=self.test_fraction, seed=self.split_seed)
-        train, test = (
+        split = partial(stratified_split, fraction=self.test_fraction, seed=self.split_seed)
+        train, test = split(labels)
+        if self.validate:
+            train, test = (train[part] for part in split(labels[train]))
+        sets = [
             DigitImages(config=self, ink=ink[part], labels=labels[part], digits=part)
-            for part in parts
-        )
+            for part in (train, test)
+        ]
         return ImageSplits(
-            train=train,
-            test=test,
+            train=sets[0],
+            test=sets[1],
             class_names=tuple(str(name) for name in digits.target_names),
             format=format,
         )
@@ -93,12 +101,12 @@ class CanvasDigitsConfig(DataConfig):
             check_whole(least, **{f"data.{name}": getattr(self, name)})
         if self.size < self.digit_size:
             raise ValueError(
-                f"data.size is {self.size}, expected {self.digit_size} or more for digits of "
-                f"{SIDE} x {SIDE} pixels that are enlarged by data.scale, {self.scale}"
+                f"data.size is {self.size}, expected at least {self.digit_size} for digits of "
+                f"{SIDE} x {SIDE} pixels enlarged by a data.scale of {self.scale}"
             )
         if not 0 <= self.texture_contrast < 1:  # also true for NaN
             raise ValueError(
-                f"data.texture_contrast is {self.texture_contrast}, expected 0 or more and less "
+                f"data.texture_contrast is {self.texture_contrast}, expected at least 0 and less "
                 "than 1"
             )
         check_positive(**{"data.std": self.std})
@@ -110,12 +118,12 @@ class CanvasDigitsConfig(DataConfig):
 
 
 class Background(NamedTuple):
-    """Images without their digits, and where the digits belong.
+    """Textures of a batch of images, and the positions of the digits.
 
     Attributes:
-        texture: Brightness, from 0 to that of the brightest texture.
-        top: First row of each digit.
-        left: First column of each digit.
+        texture: Brightness of each pixel, from 0 to at most 255 times `texture_contrast`.
+        top: Index of the first row of each digit.
+        left: Index of the first column of each digit.
     """
 
     texture: Int32[Tensor, "B height width"]
@@ -128,10 +136,10 @@ class DigitImages(ImageSet):
     """Images of one split, generated when they are read.
 
     Attributes:
-        config: Sizes, contrast and random seed.
-        ink: Digits from 0, no ink, to 16.
+        config: Image size, scale, contrast and random seed.
+        ink: Pixels of the digits, from 0 (no ink) to 16.
         labels: Classes of the digits.
-        digits: Indices of the digits in scikit-learn's data set.
+        digits: Index of each digit in scikit-learn's data set.
     """
 
     config: CanvasDigitsConfig
@@ -148,7 +156,7 @@ class DigitImages(ImageSet):
         return LoadedBatch((self._draw(self.ink[places], background), self.labels[places]))
 
     def backgrounds(self, examples: Sequence[Example]) -> Background:
-        """Generate positions and textures, which depend only on the config and each example."""
+        """Generate a position and a texture for each example, which do not depend on the batch."""
         size, free = self.config.size, self.config.size - self.config.digit_size + 1
         drawn = []
         for example in examples:
@@ -174,7 +182,7 @@ class DigitImages(ImageSet):
     def _gratings(
         self, frequencies: Int[Tensor, "B gratings 2"], phases: Int[Tensor, "B gratings"]
     ) -> Int32[Tensor, "B height width"]:
-        """Add plane waves, each of them at least 0."""
+        """Return the sum of the plane waves, each shifted so that its smallest value is 0."""
         rows, columns = (frequencies[..., None] * torch.arange(self.config.size)).unbind(2)
         rows = rows + phases[..., None]  # B gratings height
         size = (len(phases), self.config.size, self.config.size)
@@ -184,7 +192,7 @@ class DigitImages(ImageSet):
         return levels
 
     def _draw(self, ink: UInt8[Tensor, "B 8 8"], background: Background) -> BytePixels:
-        """Add strokes to the textures."""
+        """Draw the digits on the textures by adding the brightness of their strokes."""
         scale, texture = self.config.scale, background.texture.clone()
         brightest = WHITE - round(self.config.texture_contrast * WHITE)
         strokes = ink.int() * brightest // INK

@@ -57,13 +57,13 @@ def moving_digits() -> RunConfig:
 
 
 def canvas_digits() -> RunConfig:
-    """LightNet on images of 128 x 128 pixels, 4,096 tokens, each with a digit at a random position.
+    """LightNet on 128 x 128 images (4,096 tokens), each with a digit at a random position.
 
     onescan train canvas_digits --seeds 0 1 2
 
-    The digits are scikit-learn's, in front of random textures. Digits of the test images are not in
-    the training images. --data.size 64 --data.scale 4 --model.image-size 64 64 gives the same
-    images at half the resolution, 1,024 tokens.
+    The digits are from scikit-learn, on random textures. Digits of the test images are not in the
+    training images. For images and digits of half the height and width (1,024 tokens), add
+    --data.size 64 --data.scale 4 --model.image-size 64 64.
     """
     run = digits()
     changes = {"image_size": (128, 128), "width": 48, "depth": 2, "pool": "mean"}
