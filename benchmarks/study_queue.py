@@ -179,6 +179,8 @@ def verdict_of(differences: Sequence[float]) -> Verdict:
     ('undecided', 'undecided')
     """
     count = len(differences)
+    if not all(map(math.isfinite, differences)):  # a run diverged
+        return Verdict("undecided", math.nan, math.nan, count)
     mean = statistics.fmean(differences) if count else math.nan
     error = statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.nan
     if count < MAX_SEEDS or not abs(mean) > STANDARD_ERRORS * error:
@@ -666,16 +668,18 @@ def sweep_name(suite: str, family: str, rate: float) -> str:
 
 
 def chosen_rate(suite: str, family: str, results: Results) -> float | None:
-    """Return the learning rate with the best final metric, or None if the sweep is unfinished."""
+    """Return the learning rate with the best final metric.
+
+    Returns:
+        None if a run of the sweep has no result yet, or all of them diverged.
+    """
     names = [sweep_name(suite, family, rate) for rate in find_suite(suite).learning_rates]
-    finished = [results[name] for name in names if name in results]
-    if len(finished) < len(names):
-        return None
     metric = find_suite(suite).metric
     sign = 1.0 if metric == "accuracy" else -1.0
-    converged = [result for result in finished if not result.error]
-    if not converged:
-        raise ValueError(f"all runs of the sweep {suite}-sweep-{family} diverged")
+    finished = [results[name] for name in names if name in results]
+    converged = [result for result in finished if math.isfinite(result.final(metric))]
+    if len(finished) < len(names) or not converged:
+        return None
     return max(converged, key=lambda result: sign * result.final(metric)).learning_rate
 
 
@@ -711,6 +715,50 @@ def _run(suite: str, name: str, seed: int, results: Results) -> StudyRun:
         minutes=variant.minutes,
         rate_is_known=rate is not None,
     )
+
+
+def check_results(results: Results) -> None:
+    """Check that results are those of the runs that the queue has under their names.
+
+    Raises:
+        ValueError: If a result is of an unknown run, or of other settings.
+    """
+    runs: dict[str, StudyRun] = {}
+    for suite in SUITES:
+        variants = find_suite(suite).variants
+        families = dict.fromkeys(variant.family for variant in variants.values())
+        found = [run for family in families for run in _sweep(suite, family)]
+        found += [
+            _run(suite, name, seed, results) for name in variants for seed in range(MAX_SEEDS)
+        ]
+        runs |= {run.name: run for run in found}
+    for name, result in results.items():
+        if name not in runs:
+            raise ValueError(f"{name} has a result, but it is not a run of the study: remove it")
+        if changes := list(_changes(runs[name], result)):
+            raise ValueError(
+                f"the result of {name} has other settings than the queue ({', '.join(changes)}): "
+                "remove it, and train the run again"
+            )
+
+
+def _changes(run: StudyRun, result: Result) -> Iterator[str]:
+    """Yield the names of settings in which a result differs from its run in the queue."""
+    for name in ("suite", "variant", "family", "seed", "is_sweep", "minutes"):
+        if getattr(run, name) != getattr(result, name):
+            yield name
+    if not run.rate_is_known:
+        yield "the sweep of its learning rate has no result"
+    if result.parameters != parameters(run.config.model):
+        yield "parameters"
+    try:
+        config = configs.from_dict(RunConfig, result.config)
+    except ValueError as error:
+        yield f"config: {error}"
+        return
+    for path, *_ in configs.differences(run.config, config):
+        if not path.startswith("machine."):
+            yield path
 
 
 def check_fairness() -> None:

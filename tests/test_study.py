@@ -14,7 +14,7 @@ import pytest
 import study
 import study_page
 import study_queue
-import torch
+import study_run
 from study_queue import Claim, Result, Suite, Variant, verdict_of
 
 from onescan import configs
@@ -22,18 +22,21 @@ from onescan.recipes import find_recipe
 from onescan.training import TrainingConfig
 
 ROOT = Path(__file__).parents[1]
-CPU = torch.device("cpu")
+COMMIT = "0" * 40
 
 
 def tiny_suite(**changes):
-    """Return a suite of two models that train in a second; "plain" has no position encoding."""
+    """Return a suite of two models that train in a second; "plain" has no rotations."""
     run = find_recipe("digits")()
     training = TrainingConfig(steps=6, batch_size=32, evaluate_every=0.05)
     model = configs.replace(run.model, {"width": 16, "depth": 1, "mixer.num_heads": 2})
     runs = {
         "full": dataclasses.replace(run, name="study", model=model, training=training),
         "plain": dataclasses.replace(
-            run, name="study", model=configs.replace(model, {"position": None}), training=training
+            run,
+            name="study",
+            model=configs.replace(model, {"mixer.lrpe": False}),
+            training=training,
         ),
     }
     variants = {
@@ -60,6 +63,7 @@ def tiny(monkeypatch):
     claim = Claim("Positions help", "90 vs. 80", "digits", "full", "plain")
     monkeypatch.setattr(study_queue, "CLAIMS", (claim,))
     monkeypatch.setattr(study_queue, "TIMED", ())
+    monkeypatch.setattr(study_run, "clean_commit", lambda: COMMIT)
     return claim
 
 
@@ -67,26 +71,35 @@ def result(name, *, value=0.5, metric="accuracy", **changes):
     """Return a result of the tiny suite with made-up numbers."""
     suite, *middle, last = name.split("-")
     is_sweep = middle[0] == "sweep"
+    variant, seed = ("full", 100) if is_sweep else (middle[0], int(last))
+    rate = float(last) if is_sweep else 2e-3
+    settings = {"training.seed": seed, "training.learning_rate": rate}
+    settings |= {"training.steps": 3} if is_sweep else {}
+    config = configs.replace(tiny_suite().variants[variant].run, settings)
     fields = {
         "name": name,
         "suite": suite,
-        "variant": "full" if is_sweep else middle[0],
+        "variant": variant,
         "family": "tiny",
-        "seed": 100 if is_sweep else int(last),
+        "seed": seed,
         "is_sweep": is_sweep,
-        "learning_rate": float(last) if is_sweep else 2e-3,
-        "parameters": 1000,
-        "steps": 6,
+        "learning_rate": rate,
+        "parameters": study_queue.parameters(config.model),
+        "steps": config.training.steps,
         "evaluations": [{"step": 6, "epoch": 1.0, "seconds": 60.0, metric: value}],
         "perplexities": {},
         "wall_seconds": 130.0,
         "cpu_seconds": 120.0,
-        "commit": "0" * 40,
-        "config": {"training": {"steps": 6, "epochs": 60}, "data": {"size": 64}},
+        "commit": COMMIT,
+        "config": configs.to_dict(config),
         "data": {},
         "environment": {"cpu": "a CPU"},
     }
     return Result(**{**fields, **changes})
+
+
+def diverged(name):
+    return result(name, error="the loss is not finite", evaluations=[], steps=0)
 
 
 def results(**values):
@@ -164,7 +177,11 @@ def test_each_variant_is_in_the_training_order_once(name):
 @pytest.mark.parametrize(
     ("changes", "tolerance", "message"),
     [
-        ({}, 0.03, "full has .* parameters, but plain has .*, expected a difference of at most 3%"),
+        (
+            {"model.position": None},
+            0.03,
+            "full has .* parameters, but plain has .*, expected a difference of at most 3%",
+        ),
         ({"training.steps": 7}, 1, "training.steps is 6 for full, but 7 for plain, expected equal"),
         ({"task.label_smoothing": 0.2}, 1, "task.label_smoothing is 0.1 for full, but 0.2 for"),
     ],
@@ -227,7 +244,7 @@ def test_lower_losses_support_a_claim(tiny, monkeypatch):
 
 def finish(name, folder, found=None):
     runs = {run.name: run for run in study_queue.queue(found or {})}
-    return study.finish(runs[name], folder, folder)
+    return study_run.finish(runs[name], folder, folder / "results", folder)
 
 
 def numbers(found):
@@ -267,31 +284,32 @@ def test_a_resumed_run_gives_the_same_results(tiny, tmp_path, monkeypatch):
         interrupt(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             finish("digits-full-0", tmp_path, swept())
-    spent = tmp_path / "digits-full-0.spent.json"
-    commit, wall, cpu, _ = json.loads(spent.read_text())
-    assert wall >= cpu * 0.5 > 0
-    spent.write_text(json.dumps([commit, 1000.0, 900.0, None]))
+    file = tmp_path / "digits-full-0.progress.json"
+    saved = json.loads(file.read_text())
+    assert saved["wall_seconds"] >= saved["cpu_seconds"] * 0.5 > 0
+    file.write_text(json.dumps(saved | {"wall_seconds": 1000.0, "cpu_seconds": 900.0}))
     continued = finish("digits-full-0", tmp_path, swept())
     assert numbers(continued) == numbers(whole)
     assert continued.wall_seconds > 1000
     assert 900 < continued.cpu_seconds < 1000
-    assert not spent.exists()
+    assert not file.exists()
+    assert not (tmp_path / "digits-full-0").exists()
 
 
-@pytest.mark.parametrize("reason", ["killed", "another commit"])
-def test_a_run_starts_over_if_it_was_killed_or_the_commit_changed(
+@pytest.mark.parametrize("reason", ["killed", "commit", "data"])
+def test_a_run_starts_over_if_it_was_killed_or_its_commit_or_data_changed(
     tiny, tmp_path, monkeypatch, reason
 ):
     with monkeypatch.context() as patch:
         interrupt(patch, 4)
         with pytest.raises(KeyboardInterrupt):
             finish("digits-full-0", tmp_path, swept())
-    spent = tmp_path / "digits-full-0.spent.json"
+    file = tmp_path / "digits-full-0.progress.json"
     if reason == "killed":
-        spent.unlink()
+        file.unlink()
     else:
-        _, *rest = json.loads(spent.read_text())
-        spent.write_text(json.dumps(["f" * 40, *rest]))
+        other = {"commit": "f" * 40} if reason == "commit" else {"data": {"text": "other"}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | other))
     trained = []
     with monkeypatch.context() as patch:
         from onescan.training.loop import Loop
@@ -320,37 +338,174 @@ def test_timed_runs_train_for_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
     }
     timed = dataclasses.replace(suite, variants=variants)
     monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: timed})
-    monkeypatch.setattr(study, "MAX_DEVIATION", 10.0)  # other tests may be running on this machine
+    # Other tests may be running on this machine.
+    monkeypatch.setattr(study_run, "MAX_DEVIATION", 10.0)
     found = finish("digits-full-0", tmp_path, swept())
     assert found.minutes == 0.02
     steps = [line["step"] for line in found.evaluations]
     assert steps == [found.steps * n // 8 for n in range(1, 9)]
     assert found.steps > 8
-    monkeypatch.setattr(study, "MAX_DEVIATION", 0.1)
-    study.check_time(1.3, 0.02)
+    monkeypatch.setattr(study_run, "MAX_DEVIATION", 0.1)
+    study_run.check_time(1.3, 0.02, tmp_path / "run")
     with pytest.raises(
         ValueError, match="training took 1 s, expected 1 s to within 10%: are other"
     ):
-        study.check_time(1.4, 0.02)
+        study_run.check_time(1.4, 0.02, tmp_path / "run")
+
+
+def test_a_result_that_cannot_be_written_does_not_lose_the_run(tiny, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study_run, "write_result", full)
+        with pytest.raises(OSError, match="no space left"):
+            finish("digits-full-0", tmp_path, swept())
+    from onescan.training.loop import Loop
+
+    monkeypatch.setattr(Loop, "update", full)  # nothing is trained again
+    found = finish("digits-full-0", tmp_path, swept())
+    assert found.steps == 6
+    assert study_run.read_results(tmp_path / "results") == {"digits-full-0": found}
+
+
+def test_code_that_changes_during_a_run_gives_no_result(tiny, tmp_path, monkeypatch):
+    commits = iter((COMMIT, "f" * 40))
+    monkeypatch.setattr(study_run, "clean_commit", lambda: next(commits))
+    with pytest.raises(ValueError, match="was changed while digits-full-0 was trained"):
+        finish("digits-full-0", tmp_path, swept())
+    assert not study_run.read_results(tmp_path / "results")
+
+
+def test_one_process_trains_in_a_folder(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    run = study_queue.queue({})[0]
+
+    def taken(folder):
+        raise ValueError(f"{folder} is in use")
+
+    monkeypatch.setattr(study_run, "locked", taken)
+    with pytest.raises(SystemExit) as stopped:
+        study_run.train_run(run, tmp_path, tmp_path / "results", tmp_path)
+    assert stopped.value.code == study_run.BUSY
+    assert "in use" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(children, tmp_path):
+    (tmp_path / "results").write_text("a file")
+    with pytest.raises(OSError, match="File exists"):
+        study.run(tmp_path, results=tmp_path / "results", folder=tmp_path, suites=("digits",))
+
+
+class FakeChild:
+    """A process that ends with a code, and writes no result."""
+
+    def __init__(self, code, wait=lambda: None):
+        self.code, self.waits, self.signals = code, wait, []
+
+    def wait(self):
+        self.waits()
+        return self.code
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+
+@pytest.fixture
+def children(tiny, monkeypatch):
+    """Replace the processes of runs; the list of those that were started."""
+    started = []
+
+    def start(name, *_):
+        started.append(name)
+        return children.next()
+
+    def children():
+        return None
+
+    children.started = started
+    monkeypatch.setattr(study, "start", start)
+    monkeypatch.setattr(study, "clean_commit", lambda: COMMIT)
+    monkeypatch.setattr(
+        signal, "signal", lambda number, handler: handlers.update({number: handler})
+    )
+    handlers = children.handlers = {}
+    return children
+
+
+def run_all(folder):
+    study.run(folder, results=folder / "results", folder=folder, suites=("digits",))
+
+
+@pytest.mark.parametrize("code", [130, -signal.SIGINT, -signal.SIGTERM])
+def test_run_ends_when_its_child_was_interrupted(children, tmp_path, code):
+    children.next = lambda: FakeChild(code)
+    with pytest.raises(SystemExit, match="interrupted: call `run` again"):
+        run_all(tmp_path)
+    assert len(children.started) == 1
+
+
+def test_run_forwards_signals_and_starts_nothing_afterwards(children, tmp_path):
+    child = FakeChild(0, wait=lambda: children.handlers[signal.SIGTERM]())
+    children.next = lambda: child
+    with pytest.raises(SystemExit, match="interrupted"):
+        run_all(tmp_path)
+    assert child.signals == [signal.SIGINT]
+    assert len(children.started) == 1
+
+
+def test_run_goes_on_after_a_failed_run_but_not_beside_another_process(children, tmp_path):
+    children.next = lambda: FakeChild(1)
+    with pytest.raises(SystemExit, match=r"these runs failed: digits-sweep-tiny-0\.001, digits-"):
+        run_all(tmp_path)
+    assert children.started == list(SWEEP)
+    children.next = lambda: FakeChild(study_run.BUSY)
+    with pytest.raises(SystemExit, match="another process trains in"):
+        run_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("digits-other-0", {"variant": "full"}, "digits-other-0 has a result, but it is not a run"),
+        ("digits-full-0", {"variant": "plain"}, r"other settings than the queue \(variant\)"),
+        ("digits-full-0", {"seed": 1}, r"\(seed\)"),
+        ("digits-full-0", {"parameters": 7}, r"\(parameters\)"),
+        ("digits-full-0", {"training.steps": 7}, r"\(training.steps\)"),
+        ("digits-full-0", {"training.learning_rate": 1e-3}, r"\(training.learning_rate\)"),
+        ("digits-full-0", {"model.depth": 2}, r"\(model.depth\)"),
+    ],
+)
+def test_results_of_other_settings_raise_an_error(tiny, name, changes, message):
+    if "." in next(iter(changes)):
+        run = study_queue._run("digits", "full", 0, swept())
+        found = result(name, config=configs.to_dict(configs.replace(run.config, changes)))
+    else:
+        found = dataclasses.replace(result("digits-full-0"), name=name, **changes)
+    study_queue.check_results(swept() | results(full_0=0.5))
+    with pytest.raises(ValueError, match=message):
+        study_queue.check_results(swept() | {name: found})
+    with pytest.raises(ValueError, match="the sweep of its learning rate has no result"):
+        study_queue.check_results(results(full_0=0.5))
 
 
 def test_errors_name_damaged_and_misnamed_result_files(tmp_path):
-    study.write_result(result("digits-full-0"), tmp_path)
-    assert study.read_results(tmp_path) == {"digits-full-0": result("digits-full-0")}
+    study_run.write_result(result("digits-full-0"), tmp_path)
+    assert study_run.read_results(tmp_path) == {"digits-full-0": result("digits-full-0")}
     file = tmp_path / "digits-full-0.json"
     file.rename(tmp_path / "digits-full-1.json")
-    with pytest.raises(ValueError, match="contains the result 'digits-full-0', expected"):
-        study.read_results(tmp_path)
+    with pytest.raises(ValueError, match=r"full-1.json contains the result of digits-full-0"):
+        study_run.read_results(tmp_path)
     (tmp_path / "digits-full-1.json").write_text('{"name": "digits-full-1"}')
     with pytest.raises(ValueError, match=r"full-1.json is not a result of the study"):
-        study.read_results(tmp_path)
+        study_run.read_results(tmp_path)
 
 
 def test_status_estimates_cpu_time_from_finished_runs(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(study_queue, "check_fairness", lambda: None)
     found = swept() | {"digits-full-0": result("digits-full-0", cpu_seconds=1800.0)}
     for each in found.values():
-        study.write_result(each, tmp_path)
+        study_run.write_result(each, tmp_path)
     study.status(tmp_path, hours=0.8)
     shown = capsys.readouterr().out
     assert "3 of 6 runs are finished" in shown
@@ -359,14 +514,14 @@ def test_status_estimates_cpu_time_from_finished_runs(tiny, tmp_path, capsys, mo
     lines = [line.split() for line in shown.splitlines()]
     assert ["digits:", "tiny", "(sweep)", "2", "0", "2.0"] in lines
     assert ["digits:", "full", "1", "1", "30.0"] in lines
-    assert ["digits-plain-0", "11", "0.2"] in lines
+    assert ["digits-plain-0", "13", "0.2"] in lines
     assert ["digits-full-1", "30", "0.7"] in lines
 
 
 def test_errors_name_missing_data_files(tmp_path):
     run = study_queue.queue({})[0]
     with pytest.raises(ValueError, match=r"which does not contain cifar10-train.parquet"):
-        study.with_data(run.config, tmp_path, tmp_path)
+        study_run.with_data(run.config, tmp_path, tmp_path)
 
 
 def test_sweeps_do_not_read_the_test_data(tmp_path):
@@ -374,7 +529,7 @@ def test_sweeps_do_not_read_the_test_data(tmp_path):
     (tmp_path / "tinyshakespeare.txt").write_bytes(text)
     runs = {run.name: run for run in study_queue.queue({})}
     for name, part in (("text-sweep-lightnet-0.003", 0.9), ("text-lightnet-0", 1.0)):
-        config, digests = study.with_data(runs[name].config, tmp_path, tmp_path / "runs")
+        config, digests = study_run.with_data(runs[name].config, tmp_path, tmp_path / "runs")
         assert Path(config.data.path).read_bytes() == text[: round(part * len(text))]
         assert list(digests) == ["tinyshakespeare.txt"]
     images = runs["images-sweep-lightnet-0.001"].config.data
@@ -394,7 +549,7 @@ def test_a_process_trains_one_run_on_cifar10_files(tmp_path):
     words = ["--data", tmp_path, "--results", tmp_path / "results", "--folder", tmp_path / "runs"]
     command = [sys.executable, "benchmarks/study.py", "train", name, *map(str, words)]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": "."})
-    found = study.read_results(tmp_path / "results")[name]
+    found = study_run.read_results(tmp_path / "results")[name]
     assert found.steps == 2
     assert sorted(found.data) == ["cifar10-test.parquet", "cifar10-train.parquet"]
     assert found.environment["threads"] == 1
@@ -414,7 +569,7 @@ def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     values = {"full_0": 0.6, "full_1": 0.61, "full_2": 0.62}
     values |= {"plain_0": 0.5, "plain_1": 0.52, "plain_2": 0.51}
     for each in (swept() | results(**values)).values():
-        study.write_result(each, tmp_path / "study")
+        study_run.write_result(each, tmp_path / "study")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "study_old.svg").write_text("older")
     study.table(tmp_path / "study", tmp_path)
@@ -422,9 +577,10 @@ def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     figure = (tmp_path / "images" / "study_digits.svg").read_bytes()
     row = "| Positions help | 90 vs. 80 | 61.00% ± 1.00 vs. 51.00% ± 1.00 | +10.00 ± 0.58 |"
     assert f"{row} 3 | **confirmed** |" in page
-    assert "| Model full | 61.00% ± 1.00 | 60.00, 61.00, 62.00 | 1,000 | 0.002 | 2.0 |" in page
-    assert "| Model full | 1.00% | 2.00% |" in page
-    assert "Finished runs: 8 (0.3 CPU hours in total, each run on one thread of a CPU)." in page
+    assert "| Model full | 61.00% ± 1.00 | 60.00, 61.00, 62.00 | " in page
+    assert " | 0.002 | 2.0 |" in page
+    assert "| Model full | 1.00% | **2.00%** |" in page
+    assert "Finished runs: 8 of 8, to which third seeds may be added. They took 0.3 CPU" in page
     assert "](images/study_digits.svg)" in page
     assert not (tmp_path / "images" / "study_old.svg").exists()
     study.table(tmp_path / "study", tmp_path)
@@ -455,11 +611,10 @@ def test_unequal_results_are_not_compared(tiny, tmp_path, field):
 
 def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_path, monkeypatch):
     lines = [{"step": n, "epoch": n, "seconds": 60.0 * n, "accuracy": n / 10} for n in (1, 2)]
-    found = {
-        "digits-full-0": result(
-            "digits-full-0", perplexities={"32": 5.0, "128": 4.0}, evaluations=lines, minutes=2.0
-        )
-    }
+    perplexities = {"32": 5.0, "128": 4.0}
+    one = result("digits-full-0", perplexities=perplexities, evaluations=lines, minutes=2.0)
+    one.config["data"]["size"] = 64
+    found = {"digits-full-0": one}
     for suite in (tiny_suite(lengths=(32, 128, 512)), tiny_suite()):
         monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda suite=suite: suite})
         monkeypatch.setattr(study_queue, "TIMED", () if suite.lengths else ("digits",))
@@ -472,8 +627,49 @@ def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_pat
             assert "| 5.00 | 4.00 |  |" in page_of(found, tmp_path)
 
 
+def test_a_diverged_run_is_shown_as_such(tiny, tmp_path):
+    found = results(full_0=0.6, full_1=0.6, plain_0=0.5) | {
+        "digits-plain-1": diverged("digits-plain-1")
+    }
+    page = page_of(swept() | found, tmp_path)
+    assert "| 60.00% ± 0.00 vs. diverged |  | 2 | **undecided** |" in page
+    assert "These runs diverged, and are not in the figure: digits-plain-1." in page
+    assert verdict_of([0.1, float("nan"), 0.1]).outcome == "undecided"
+    only = {"digits-full-0": diverged("digits-full-0")}
+    assert "study_digits.svg" not in page_of(only, tmp_path)
+    assert not list((tmp_path / "images").iterdir())
+
+
+def test_a_page_that_fails_leaves_the_old_one(tiny, tmp_path):
+    page = page_of(results(full_0=0.6, plain_0=0.5), tmp_path)
+    found = results(full_0=0.6, plain_0=0.5)
+    found["digits-plain-0"] = dataclasses.replace(found["digits-plain-0"], data={"file": "other"})
+    with pytest.raises(ValueError, match="differ in"):
+        study_page.write_page(found, tmp_path)
+    assert (tmp_path / "study.md").read_text() == page
+    assert (tmp_path / "images" / "study_digits.svg").exists()
+
+
+def test_a_family_whose_sweep_diverged_does_not_stop_the_others(tiny, tmp_path):
+    found = {name: diverged(name) for name in SWEEP}
+    assert not any(run.rate_is_known for run in study_queue.queue(found)[2:])
+    study_queue.check_results(found)
+    assert "| Model full | diverged | diverged |" in page_of(found, tmp_path)
+
+
+def test_sweeps_of_generated_images_do_not_read_the_test_digits():
+    runs = {run.name: run for run in study_queue.queue({})}
+    sweep, final = (
+        runs[name].config.data.build()
+        for name in ("time-sweep-lightnet-0.001", "time-lightnet_64_5min-0")
+    )
+    seen = {digit for part in (sweep.train, sweep.test) for digit in part.digits.tolist()}
+    assert not seen & set(final.test.digits.tolist())
+    assert seen == set(final.train.digits.tolist())
+
+
 def test_the_page_in_docs_is_up_to_date(tmp_path):
-    page = page_of(study.read_results(ROOT / "docs" / "study"), tmp_path)
+    page = page_of(study_run.read_results(ROOT / "docs" / "study"), tmp_path)
     assert page == (ROOT / "docs" / "study.md").read_text()
     names = {path.name for path in (tmp_path / "images").iterdir()}
     assert names == {path.name for path in (ROOT / "docs" / "images").glob("study_*.svg")}

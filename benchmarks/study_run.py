@@ -1,0 +1,331 @@
+"""One run of the study: train it to the end, resume it after an interruption, write its result."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import study_queue as queue
+import torch
+from results import environment
+from study_queue import Result, StudyRun
+
+import onescan
+from onescan import configs
+from onescan.checkpoint.files import locked, remove, write_atomically
+from onescan.evaluation.config import LengthsConfig
+from onescan.evaluation.lengths import measure_lengths
+from onescan.tasks import Task
+from onescan.training import RunConfig, read_metrics, train
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    "images": ("cifar10-train.parquet", "cifar10-test.parquet"),
+    "text": (queue.SHAKESPEARE,),
+}
+KINDS = {
+    queue.CIFAR10: "images",
+    queue.CIFAR10_TRAIN: "images",
+    queue.SHAKESPEARE: "text",
+    queue.SHAKESPEARE_TRAIN: "text",
+}
+HELD_OUT = 0.1  # fraction of the text, as in the recipes
+NICE = 19
+INTERRUPTED, BUSY = 130, 75  # exit codes
+MINUTE = 60.0
+CALIBRATION = 24  # steps that are timed to plan a run; the first third is ignored
+MAX_DEVIATION = 0.1  # of the actual training time from the planned one, as a fraction
+TIMED_EVALUATIONS = 8
+MAX_TOKENS = 2**16 + 1  # of the test text, for perplexities by length
+
+
+def train_run(chosen: StudyRun, data: Path, results: Path, folder: Path) -> None:
+    """Train one run in this process, which then exits with a code if it did not finish."""
+    check_writable(results)
+    torch.set_num_threads(1)
+    if chosen.suite not in queue.TIMED:
+        os.nice(NICE)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(BUSY)
+        try:
+            finish(chosen, data, results, folder)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What an unfinished run has used so far; saved beside its folder when it is interrupted."""
+
+    commit: str
+    data: dict[str, str]
+    """SHA-256 hash of each data file."""
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    steps: int | None = None
+    """Number of steps that fit into the given training time."""
+    start: tuple[float, float] = field(
+        default_factory=lambda: (time.perf_counter(), time.process_time())
+    )
+
+    def stop(self) -> None:
+        """Add the time since the start."""
+        begin, cpu = self.start
+        self.start = time.perf_counter(), time.process_time()
+        self.wall_seconds += self.start[0] - begin
+        self.cpu_seconds += self.start[1] - cpu
+
+    def save(self, file: Path) -> None:
+        """Write the file."""
+        saved = {name: x for name, x in asdict(self).items() if name != "start"}
+        write_atomically(file, lambda path: path.write_text(json.dumps(saved), encoding="utf-8"))
+
+    def resumed(self, file: Path) -> bool:
+        """Continue from the file, if it exists and belongs to the same commit and data."""
+        if not file.exists():
+            return False
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if (saved["commit"], saved["data"]) != (self.commit, self.data):
+            return False
+        for name in ("wall_seconds", "cpu_seconds", "steps"):
+            setattr(self, name, saved[name])
+        return True
+
+
+def finish(chosen: StudyRun, data: Path, results: Path, folder: Path) -> Result:
+    """Train a run to the end and write its result. Resume it if it was interrupted.
+
+    A run starts over if its process was killed, or if the commit or the data has changed.
+
+    Raises:
+        KeyboardInterrupt: If the run is interrupted. It can be resumed later.
+        ValueError: If data files are missing, if the code has changed during the run, or if a run
+            with a given training time took longer or shorter than planned.
+        OSError: If the result cannot be written. The run is kept.
+    """
+    place, file = folder / chosen.name, folder / f"{chosen.name}.progress.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    config, digests = with_data(chosen.config, data, folder)
+    progress = Progress(commit=clean_commit(), data=digests)
+    if not progress.resumed(file):
+        remove(place)
+    try:
+        file.unlink(missing_ok=True)  # if this process is killed, the run starts over
+        result = trained(chosen, config, place, progress)
+        if clean_commit() != progress.commit:
+            raise ValueError(f"{ROOT} was changed while {chosen.name} was trained")
+        write_result(result, results)
+    except BaseException:
+        if place.exists():
+            progress.stop()
+            progress.save(file)
+        raise
+    remove(place)
+    return result
+
+
+def trained(chosen: StudyRun, config: RunConfig, place: Path, progress: Progress) -> Result:
+    """Train a run in its folder, or continue it, and return its result."""
+    if chosen.minutes is not None:
+        timing = place.with_name(f"{place.name}.timing")
+        progress.steps = progress.steps or measured_steps(config, chosen.minutes, timing)
+        config = with_steps(config, progress.steps)
+    error, lines, perplexities = "", [], {}
+    try:
+        train(config, place)
+        lines = read_metrics(place)
+        if not chosen.is_sweep:
+            perplexities = by_length(place, queue.find_suite(chosen.suite).lengths)
+    except FloatingPointError as reason:
+        error = str(reason)
+    evaluations = evaluations_of(lines)
+    if evaluations and not all(map(math.isfinite, evaluations[-1].values())):
+        error, evaluations = "the last evaluation is not finite", []
+    if evaluations and chosen.minutes is not None:
+        check_time(evaluations[-1]["seconds"], chosen.minutes, place)
+    progress.stop()
+    return Result(
+        name=chosen.name,
+        suite=chosen.suite,
+        variant=chosen.variant,
+        family=chosen.family,
+        seed=chosen.seed,
+        is_sweep=chosen.is_sweep,
+        learning_rate=config.training.learning_rate,
+        parameters=queue.parameters(config.model),
+        steps=max((line["step"] for line in lines), default=0),
+        evaluations=evaluations,
+        error=error,
+        minutes=chosen.minutes,
+        perplexities=perplexities,
+        wall_seconds=round(progress.wall_seconds, 1),
+        cpu_seconds=round(progress.cpu_seconds, 1),
+        commit=progress.commit,
+        config=configs.to_dict(chosen.config),
+        data=progress.data,
+        environment=environment(torch.device("cpu")),
+    )
+
+
+def evaluations_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return the evaluations of a run, each with the training time so far in seconds."""
+    found, seconds = [], 0.0
+    for line in lines:
+        if line["split"] == "train":
+            seconds += line["seconds"]
+        elif line["split"] == "test":
+            numbers = {name: x for name, x in line.items() if name != "split"}
+            found.append(numbers | {"seconds": round(seconds, 1)})
+    return found
+
+
+def by_length(place: Path, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Return the perplexity of a language model at each context length that it supports."""
+    if not lengths:
+        return {}
+    config = LengthsConfig(lengths=lengths, max_tokens=MAX_TOKENS)
+    text = measure_lengths(str(place), config, device="cpu")
+    return {str(score.length): score.perplexity for score in text.scores}
+
+
+# Equal time
+
+
+def measured_steps(config: RunConfig, minutes: float, folder: Path) -> int:
+    """Return how many steps fit into the given time, judging by the median of a few steps."""
+    train(with_steps(config, CALIBRATION, evaluations=1), folder, overwrite=True)
+    lines = [line for line in read_metrics(folder) if line["split"] == "train"]
+    shutil.rmtree(folder)
+    median = statistics.median(line["seconds"] for line in lines[CALIBRATION // 3 :])
+    return TIMED_EVALUATIONS * max(1, round(minutes * MINUTE / median / TIMED_EVALUATIONS))
+
+
+def with_steps(config: RunConfig, steps: int, *, evaluations: int = TIMED_EVALUATIONS) -> RunConfig:
+    """Return the run with another number of steps and evenly spaced evaluations."""
+    task: Task = config.build_task()
+    every = steps / evaluations / task.steps_per_epoch(config.training.batch_size)
+    changes = {"steps": steps, "evaluate_every": every, "checkpoint_every": every}
+    return replace(config, training=replace(config.training, **changes))
+
+
+def check_time(seconds: float, minutes: float, place: Path) -> None:
+    """Raise ValueError if training took longer or shorter than planned."""
+    if abs(seconds - minutes * MINUTE) > MAX_DEVIATION * minutes * MINUTE:
+        remove(place)  # its numbers cannot be used
+        raise ValueError(
+            f"training took {seconds:.0f} s, expected {minutes * MINUTE:.0f} s to within "
+            f"{MAX_DEVIATION:.0%}: are other programs running on this machine?"
+        )
+
+
+# Data and results
+
+
+def check_data(data: Path, kind: str) -> None:
+    """Raise ValueError if a data file is missing; the message names it."""
+    for name in FILES[kind]:
+        if not (data / name).is_file():
+            raise ValueError(f"data is '{data}', which does not contain {name}")
+
+
+def with_data(config: RunConfig, data: Path, folder: Path) -> tuple[RunConfig, dict[str, str]]:
+    """Return the run with the actual path of its data, and the SHA-256 hash of each file.
+
+    Raises:
+        ValueError: If a file is missing. The message names it.
+    """
+    path = getattr(config.data, "path", None)
+    if path is None:  # generated data
+        return config, {}
+    kind = KINDS[path]
+    names = FILES[kind]
+    check_data(data, kind)
+    digests = {name: sha256((data / name).read_bytes()).hexdigest() for name in names}
+    place = folder.absolute() / "data"
+    (place / queue.CIFAR10).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        for link in (place / name, *[place / queue.CIFAR10 / name] * (kind == "images")):
+            link.unlink(missing_ok=True)
+            link.symlink_to((data / name).absolute())
+    if kind == "text":
+        text = (data / queue.SHAKESPEARE).read_bytes()
+        (place / queue.SHAKESPEARE_TRAIN).write_bytes(text[: round(len(text) * (1 - HELD_OUT))])
+    return configs.replace(config, {"data.path": str(place / path)}), digests
+
+
+def check_writable(results: Path) -> None:
+    """Raise OSError if no file can be written to the folder of the results; create the folder."""
+    results.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=results):
+        pass
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """Read all results of a folder by name.
+
+    Raises:
+        ValueError: If a file is not a result; names it.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            result = Result(**json.loads(file.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file} is not a result of the study: {error}") from error
+        if result.name != file.stem:
+            raise ValueError(f"{file} contains the result of {result.name}")
+        found[result.name] = result
+    return found
+
+
+def write_result(result: Result, folder: Path) -> None:
+    """Write the file of a result atomically, and create the folder if necessary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(result), indent=1) + "\n"
+    write_atomically(folder / f"{result.name}.json", lambda path: path.write_text(text, "utf-8"))
+
+
+# The commit
+
+
+def clean_commit() -> str:
+    """Return the hash of the commit that this code is.
+
+    Raises:
+        ValueError: If the imported package belongs to another tree, or the tree has changes.
+    """
+    package = Path(onescan.__file__).parents[1]
+    if package != ROOT:
+        raise ValueError(f"onescan is imported from {package}, expected {ROOT}: set PYTHONPATH=.")
+    if git("status", "--porcelain", "--", "onescan", "benchmarks"):
+        raise ValueError(
+            f"{ROOT} has uncommitted changes in onescan or benchmarks: commit them, or use a git "
+            "worktree"
+        )
+    return git("rev-parse", "HEAD")
+
+
+def git(*words: str) -> str:
+    """Return the output of a git command in this working tree."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"{ROOT} is not a git repository, or git is not installed") from error
+    return done.stdout.strip()
