@@ -19,11 +19,12 @@ INTRODUCTION = """\
 # Study of the papers' claims
 
 Do the papers' claims hold for small models trained on a CPU? Each claim compares two models that
-are trained on the same data, with the same batch size and the same number of steps. Their parameter
-counts differ by at most {tolerance:.0%}. Each family of models uses the best of three learning
-rates, chosen by short runs that have a separate seed and are evaluated on held-out training data.
-The rate is chosen for the full model, and its ablations use the same. In addition, some models are
-compared at equal training time.
+are trained on the same data, with the same batch size and the same number of steps. Their
+parameter counts differ by at most {tolerance:.0%}. Each family of models uses the best of three
+or more learning rates, chosen by short runs that have a separate seed and are evaluated on held-
+out training data. Rates are added until the best one is neither the lowest nor the highest, at
+most two. The rate is chosen for the full model, and its ablations use the same. In addition, some
+models are compared at equal training time.
 
 Results are given as mean ± standard deviation over seeds, and differences as mean ± standard error,
 in percentage points of accuracy or in nats per byte. Differences are paired by seed, and positive
@@ -167,7 +168,7 @@ def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
             by_family[each.family][each.learning_rate] = each
     if not by_family:
         return []
-    rates = suite.learning_rates
+    rates = sorted({rate for found in by_family.values() for rate in found})
     rows = [["model", *(f"{rate:g}" for rate in rates)]]
     for family, found in by_family.items():
         title = suite.variants[next(iter(found.values())).variant].title

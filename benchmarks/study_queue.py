@@ -35,6 +35,7 @@ from onescan.training import MachineConfig, RunConfig, TrainingConfig
 TOLERANCE = 0.03  # relative difference allowed between parameter counts of compared models
 SEEDS, MAX_SEEDS, SWEEP_SEED = 2, 3, 100
 FREE = ("name", "model", "training.learning_rate")  # fields that may differ between compared runs
+MAX_EXTENSIONS = 2  # of a sweep whose best learning rate is the lowest or the highest
 STANDARD_ERRORS = 2.0  # that a mean difference must exceed to decide a claim
 
 # Paths in the data folder. Sweeps read only the training data.
@@ -64,7 +65,7 @@ class Suite:
     """Description of the models, data and budget for the results page."""
     metric: Literal["accuracy", "loss"]
     learning_rates: tuple[float, ...]
-    """Learning rates that each sweep compares."""
+    """Learning rates that each sweep compares first; see `swept_rates`."""
     sweep: Mapping[str, Any]
     """Config fields that differ in sweeps, by dotted name."""
     sweep_minutes: float | None = None
@@ -628,7 +629,7 @@ def queue(results: Results) -> list[StudyRun]:
     for suite, index in ORDER:
         names = find_suite(suite).order[index]
         families = dict.fromkeys(find_suite(suite).variants[name].family for name in names)
-        found = [run for family in families for run in _sweep(suite, family)]
+        found = [run for family in families for run in _sweep(suite, family, results)]
         found += [_run(suite, name, seed, results) for seed in range(SEEDS) for name in names]
         reached |= {(suite, name) for name in names}
         for claim in CLAIMS:
@@ -667,13 +668,33 @@ def sweep_name(suite: str, family: str, rate: float) -> str:
     return f"{suite}-sweep-{family}-{rate:g}"
 
 
+def swept_rates(suite: str, family: str, results: Results) -> list[float]:
+    """Return the learning rates of a sweep, in ascending order.
+
+    While the best rate is the lowest or the highest, the sweep is extended beyond it by a factor of
+    two, at most `MAX_EXTENSIONS` times.
+    """
+    rates = sorted(find_suite(suite).learning_rates)
+    for _ in range(MAX_EXTENSIONS):
+        best = _best_rate(suite, family, rates, results)
+        if best == rates[0]:
+            rates.insert(0, best / 2)
+        elif best == rates[-1]:
+            rates.append(best * 2)
+    return rates
+
+
 def chosen_rate(suite: str, family: str, results: Results) -> float | None:
     """Return the learning rate with the best final metric.
 
     Returns:
         None if a run of the sweep has no result yet, or all of them diverged.
     """
-    names = [sweep_name(suite, family, rate) for rate in find_suite(suite).learning_rates]
+    return _best_rate(suite, family, swept_rates(suite, family, results), results)
+
+
+def _best_rate(suite: str, family: str, rates: Sequence[float], results: Results) -> float | None:
+    names = [sweep_name(suite, family, rate) for rate in rates]
     metric = find_suite(suite).metric
     sign = 1.0 if metric == "accuracy" else -1.0
     finished = [results[name] for name in names if name in results]
@@ -683,11 +704,11 @@ def chosen_rate(suite: str, family: str, results: Results) -> float | None:
     return max(converged, key=lambda result: sign * result.final(metric)).learning_rate
 
 
-def _sweep(suite: str, family: str) -> Iterator[StudyRun]:
+def _sweep(suite: str, family: str, results: Results) -> Iterator[StudyRun]:
     """Yield the sweep of a family: one run of its first variant at each learning rate."""
     found = find_suite(suite)
     name = next(name for name, each in found.variants.items() if each.family == family)
-    for rate in found.learning_rates:
+    for rate in swept_rates(suite, family, results):
         changes = {**found.sweep, "training.learning_rate": rate, "training.seed": SWEEP_SEED}
         yield StudyRun(
             suite=suite,
@@ -727,7 +748,7 @@ def check_results(results: Results) -> None:
     for suite in SUITES:
         variants = find_suite(suite).variants
         families = dict.fromkeys(variant.family for variant in variants.values())
-        found = [run for family in families for run in _sweep(suite, family)]
+        found = [run for family in families for run in _sweep(suite, family, results)]
         found += [
             _run(suite, name, seed, results) for name in variants for seed in range(MAX_SEEDS)
         ]

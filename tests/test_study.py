@@ -63,6 +63,7 @@ def tiny(monkeypatch):
     claim = Claim("Positions help", "90 vs. 80", "digits", "full", "plain")
     monkeypatch.setattr(study_queue, "CLAIMS", (claim,))
     monkeypatch.setattr(study_queue, "TIMED", ())
+    monkeypatch.setattr(study_queue, "MAX_EXTENSIONS", 0)
     monkeypatch.setattr(study_run, "clean_commit", lambda: COMMIT)
     return claim
 
@@ -215,6 +216,30 @@ def test_the_sweep_chooses_the_learning_rate(tiny):
         )
     }
     assert study_queue.queue(diverged)[2].config.training.learning_rate == 1e-3
+
+
+def test_a_sweep_is_extended_while_the_best_rate_is_at_its_edge(tiny, monkeypatch):
+    monkeypatch.setattr(study_queue, "MAX_EXTENSIONS", 2)
+
+    def rates(*accuracies):
+        found = {
+            f"digits-sweep-tiny-{rate:g}": result(f"digits-sweep-tiny-{rate:g}", value=value)
+            for rate, value in accuracies
+        }
+        study_queue.check_results(found)
+        return (
+            study_queue.swept_rates("digits", "tiny", found),
+            study_queue.chosen_rate("digits", "tiny", found),
+        )
+
+    lowest = [(1e-3, 0.5), (2e-3, 0.4)]
+    assert rates(*lowest[:1]) == ([1e-3, 2e-3], None)
+    assert rates(*lowest) == ([5e-4, 1e-3, 2e-3], None)
+    assert rates(*lowest, (5e-4, 0.3)) == ([5e-4, 1e-3, 2e-3], 1e-3)
+    assert rates(*lowest, (5e-4, 0.6)) == ([2.5e-4, 5e-4, 1e-3, 2e-3], None)
+    assert rates(*lowest, (5e-4, 0.6), (2.5e-4, 0.7))[1] == 2.5e-4
+    highest = [(1e-3, 0.4), (2e-3, 0.5), (4e-3, 0.45)]
+    assert rates(*highest) == ([1e-3, 2e-3, 4e-3], 2e-3)
 
 
 def test_a_third_seed_is_trained_where_it_can_decide(tiny):
