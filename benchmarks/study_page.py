@@ -21,10 +21,10 @@ INTRODUCTION = """\
 Do the papers' claims hold for small models trained on a CPU? Each claim compares two models that
 are trained on the same data, with the same batch size and the same number of steps. Their
 parameter counts differ by at most {tolerance:.0%}. Each family of models uses the best of three
-or more learning rates, chosen by short runs that have a separate seed and are evaluated on held-
-out training data. Rates are added until the best one is neither the lowest nor the highest, at
-most two. The rate is chosen for the full model, and its ablations use the same. In addition, some
-models are compared at equal training time.
+or more learning rates, chosen by short runs that have a separate seed and are evaluated on
+held-out training data. Rates are added until the best one is neither the lowest nor the highest,
+at most two. The rate is chosen for the full model, and its ablations use the same. In addition,
+some models are compared at equal training time.
 
 Results are given as mean ± standard deviation over seeds, and differences as mean ± standard error,
 in percentage points of accuracy or in nats per byte. Differences are paired by seed, and positive
