@@ -29,12 +29,11 @@ import study_page
 import study_queue as queue
 import tyro
 from results import aligned
-from study_queue import Result, Results, StudyRun
+from study_queue import MINUTE, Result, Results, StudyRun
 from study_run import (
     BUSY,
     INTERRUPTED,
     KINDS,
-    MINUTE,
     ROOT,
     check_data,
     check_writable,

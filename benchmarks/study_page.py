@@ -10,10 +10,9 @@ from typing import Any
 import matplotlib as mpl
 import study_queue as queue
 from matplotlib.figure import Figure
-from study_queue import Claim, Result, Results, Suite, verdict_of
+from study_queue import MINUTE, Claim, Result, Results, Suite, verdict_of
 
 PAGE, IMAGES, PREFIX = "study.md", "images", "study_"
-MINUTE = 60.0
 METRICS = {"accuracy": "accuracy", "loss": "loss in nats per byte"}
 INTRODUCTION = """\
 # Study of the papers' claims
@@ -93,9 +92,9 @@ def claims(results: Results) -> list[str]:
         if not differences:
             rows.append([claim.text, claim.reported, "", "", "0", "not run yet"])
             continue
-        verdict = verdict_of(differences)
+        verdict = verdict_of(list(differences.values()))
         pair = [
-            [results[f"{claim.suite}-{name}-{seed}"] for seed in seeds_of(claim, results)]
+            [results[f"{claim.suite}-{name}-{seed}"] for seed in differences]
             for name in (claim.better, claim.worse)
         ]
         check_equal(claim, *pair)
@@ -107,30 +106,17 @@ def claims(results: Results) -> list[str]:
     return ["## Claims", "", *markdown(rows), ""]
 
 
-def seeds_of(claim: Claim, results: Results) -> list[int]:
-    """Return the seeds with which both models of a claim were trained."""
-    pair = (claim.better, claim.worse)
-    return [
-        seed
-        for seed in range(queue.MAX_SEEDS)
-        if all(f"{claim.suite}-{name}-{seed}" in results for name in pair)
-    ]
-
-
 def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result]) -> None:
-    """Check that compared runs have equal steps and data, and similar parameter counts.
+    """Check that compared runs have equal steps and read the same data.
 
     Raises:
         ValueError: If they do not. The message names both runs.
     """
     for a, b in zip(better, worse, strict=True):
-        sizes = sorted((a.parameters, b.parameters))
-        fair = a.steps == b.steps or a.error or b.error
-        fair = fair and a.data == b.data and sizes[1] <= (1 + queue.TOLERANCE) * sizes[0]
-        if not fair:
+        if a.data != b.data or not (a.steps == b.steps or a.error or b.error):
             raise ValueError(
-                f"{a.name} and {b.name} differ in steps, data or parameters, so they cannot be "
-                f"compared for the claim {claim.text!r}: train them again"
+                f"{a.name} and {b.name} differ in steps or data, so they cannot be compared for "
+                f"the claim {claim.text!r}: train them again"
             )
 
 

@@ -1,9 +1,9 @@
 """The runs of the study: the models, the papers' claims, and the order of training.
 
 A suite compares models of equal size on one data set with one training budget. A sweep of short
-runs chooses the learning rate of each family of models. These runs have a separate seed. In suites
-that test claims, they are evaluated on held-out training data. Each model is trained with two seeds
-first, and with a third if that can decide a claim.
+runs chooses the learning rate of each family of models. These runs have a separate seed, and are
+evaluated on held-out training data. Each model is trained with two seeds first, and with a third if
+that can decide a claim.
 """
 
 import math
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from onescan import configs
@@ -27,7 +26,7 @@ from onescan.layers.mixers import (
 )
 from onescan.layers.position import SinusoidalPositionConfig
 from onescan.models.presets import LIGHTNET_ABLATIONS, preset
-from onescan.models.size import model_size
+from onescan.models.size import parameters_by_part
 from onescan.recipes import find_recipe
 from onescan.tasks import ImageClassificationConfig
 from onescan.training import MachineConfig, RunConfig, TrainingConfig
@@ -36,6 +35,7 @@ TOLERANCE = 0.03  # relative difference allowed between parameter counts of comp
 SEEDS, MAX_SEEDS, SWEEP_SEED = 2, 3, 100
 FREE = ("name", "model", "training.learning_rate")  # fields that may differ between compared runs
 MAX_EXTENSIONS = 2  # of a sweep whose best learning rate is the lowest or the highest
+MINUTE = 60.0
 STANDARD_ERRORS = 2.0  # that a mean difference must exceed to decide a claim
 
 # Paths in the data folder. Sweeps read only the training data.
@@ -191,6 +191,14 @@ def verdict_of(differences: Sequence[float]) -> Verdict:
 
 ONE_THREAD = MachineConfig(device="cpu", workers=0)  # so that CPU time includes reading data
 
+ABLATIONS = {
+    "without_decay": "without decay",
+    "without_tpe": "without MD-TPE",
+    "without_lrpe": "without MD-LRPE",
+}
+NORM_AND_GATE = {"without_norm": "without norm", "full_rank_gate": "with a full-rank gate"}
+
+
 # CIFAR-10
 
 
@@ -242,36 +250,38 @@ def _images() -> Suite:
     models = {
         "lightnet": ("LightNet", "lightnet", lightnet),
         **{
-            f"lightnet_{name}": (f"LightNet {title}", "lightnet", _ablation(lightnet, name))
-            for name, title in (
-                ("without_decay", "without decay"),
-                ("without_norm", "without norm"),
-                ("full_rank_gate", "with a full-rank gate"),
-                ("without_tpe", "without MD-TPE"),
-                ("without_lrpe", "without MD-LRPE"),
+            f"lightnet_{name}": (
+                f"LightNet {title}",
+                "lightnet",
+                configs.replace(lightnet, LIGHTNET_ABLATIONS[name]),
             )
+            for name, title in (ABLATIONS | NORM_AND_GATE).items()
         },
-        "softmax": ("LightNet with softmax attention", "softmax", _with(lightnet, softmax)),
+        "softmax": (
+            "LightNet with softmax attention",
+            "softmax",
+            configs.replace(lightnet, softmax),
+        ),
         "deit": ("DeiT", "deit", _image_model("deit_tiny", **wide)),
         "ldn": ("LDN", "ldn", ldn),
         "ldn_without_diffusion": (
             "LDN without diffusion",
             "ldn",
-            _with(ldn, {"mixer.diffusion": False}),
+            configs.replace(ldn, {"mixer.diffusion": False}),
         ),
         "vit": ("ViT", "vit", _image_model("vit_base", width=128, **{"mlp.ratio": 1.5})),
         "lion_s_natural": ("LION-s natural", "lion", natural),
         "lion_s_natural_forward": (
             "LION-s natural, forward only",
             "lion",
-            _with(natural, {"mixer.direction": "forward"}),
+            configs.replace(natural, {"mixer.direction": "forward"}),
         ),
         "lion_lit": ("LION-lit", "lion_lit", _image_model("lion_lit_tiny", **wide)),
         "tnl": ("TNL (two scans)", "tnl", _image_model("tnl_tiny", **{"mixer.gate_rank": 32})),
         "hybrid": (
             "LightNet, softmax in every fourth block",
             "lightnet",
-            _with(lightnet, {"mixer": hybrid}),
+            configs.replace(lightnet, {"mixer": hybrid}),
         ),
         "lion_d_natural": (
             "LION-d natural",
@@ -282,7 +292,7 @@ def _images() -> Suite:
             f"lion_s_natural_{place}": (
                 f"LION-s natural, {place} decay",
                 "lion",
-                _with(natural, {"mixer.decay_at": place}),
+                configs.replace(natural, {"mixer.decay_at": place}),
             )
             for place in ("target", "symmetric")
         },
@@ -297,7 +307,7 @@ def _images() -> Suite:
         ),
         metric="accuracy",
         learning_rates=(1e-3, 2e-3, 4e-3),
-        sweep=MappingProxyType({"training.epochs": 2, "data.path": CIFAR10_TRAIN}),
+        sweep={"training.epochs": 2, "data.path": CIFAR10_TRAIN},
         variants={
             name: Variant(title=title, family=family, run=_image_run(model))
             for name, (title, family, model) in models.items()
@@ -322,26 +332,17 @@ def _images() -> Suite:
     )
 
 
-def _with(model: Any, changes: Mapping[str, Any]) -> Any:
-    """Return the config of a model with other values of some fields, by dotted name."""
-    return configs.replace(model, changes)
-
-
-def _ablation(model: ModelConfig, name: str) -> ModelConfig:
-    return configs.replace(model, LIGHTNET_ABLATIONS[name])
-
-
 # Byte-level language models on Shakespeare
 
 
-def _text_run(name: str, model: ModelConfig | None = None, **changes: Any) -> RunConfig:
-    """Return a recipe on Shakespeare, optionally with another model or other model fields."""
+def _text_run(name: str, **changes: Any) -> RunConfig:
+    """Return a recipe on Shakespeare, optionally with other model fields."""
     run = find_recipe(name)()
     return replace(
         run,
         name="study",
         machine=ONE_THREAD,
-        model=_with(model or run.model, changes),
+        model=configs.replace(run.model, changes),
         data=configs.replace(run.data, {"path": SHAKESPEARE}),
         training=replace(run.training, evaluate_every=2.0),
     )
@@ -362,19 +363,15 @@ def _text() -> Suite:
             f"lightnet_{name}": (
                 f"LightNet {title}",
                 "lightnet",
-                replace(lightnet, model=_ablation(lightnet.model, name)),
+                _text_run(f"shakespeare_lightnet/{name}"),
             )
-            for name, title in (
-                ("without_tpe", "without MD-TPE"),
-                ("without_lrpe", "without MD-LRPE"),
-                ("without_decay", "without decay"),
-            )
+            for name, title in ABLATIONS.items()
         },
         "lion_s": ("Causal LION-s", "lion", _text_run("shakespeare_lion_s", **{"mlp.ratio": 4.2})),
         "linear_attention": (
             "Linear attention",
             "linear_attention",
-            replace(gpt2, model=_with(gpt2.model, {"mixer": linear})),
+            replace(gpt2, model=configs.replace(gpt2.model, {"mixer": linear})),
         ),
         "gpt2": ("GPT-2", "gpt2", gpt2),
     }
@@ -389,7 +386,7 @@ def _text() -> Suite:
         ),
         metric="loss",
         learning_rates=(1.5e-3, 3e-3, 6e-3),
-        sweep=MappingProxyType({"training.steps": 400, "data.path": SHAKESPEARE_TRAIN}),
+        sweep={"training.steps": 400, "data.path": SHAKESPEARE_TRAIN},
         variants={
             name: Variant(title=title, family=family, run=run)
             for name, (title, family, run) in runs.items()
@@ -419,7 +416,7 @@ def _masked() -> Suite:
         ),
         metric="loss",
         learning_rates=(1.5e-3, 3e-3, 6e-3),
-        sweep=MappingProxyType({"training.steps": 400, "data.path": SHAKESPEARE_TRAIN}),
+        sweep={"training.steps": 400, "data.path": SHAKESPEARE_TRAIN},
         variants={
             name: Variant(title=title, family=name, run=run) for name, (title, run) in runs.items()
         },
@@ -439,7 +436,7 @@ def _canvas_run(model: ModelConfig, side: int) -> RunConfig:
         run,
         name="study",
         machine=ONE_THREAD,
-        model=_with(model, {"image_size": (side, side)}),
+        model=configs.replace(model, {"image_size": (side, side)}),
         data=configs.replace(run.data, {"size": side, "scale": side // 16}),
     )
 
@@ -492,7 +489,7 @@ def _time() -> Suite:
         ),
         metric="accuracy",
         learning_rates=(1e-3, 2e-3, 4e-3),
-        sweep=MappingProxyType({"data.validate": True}),
+        sweep={"data.validate": True},
         sweep_minutes=5.0,
         variants=variants,
         order=(tuple(variants),),
@@ -640,16 +637,19 @@ def queue(results: Results) -> list[StudyRun]:
     return list(runs.values())
 
 
-def differences(claim: Claim, results: Results) -> list[float]:
-    """Return the difference for each seed, plus the margin. Positive ones support the claim."""
+def differences(claim: Claim, results: Results) -> dict[int, float]:
+    """Return the difference for each seed that both models were trained with, plus the margin.
+
+    Positive differences support the claim.
+    """
     metric = find_suite(claim.suite).metric
     sign = 1.0 if metric == "accuracy" else -1.0
-    found = []
+    found = {}
     for seed in range(MAX_SEEDS):
         pair = [f"{claim.suite}-{name}-{seed}" for name in (claim.better, claim.worse)]
         if all(name in results for name in pair):
             better, worse = (results[name].final(metric) for name in pair)
-            found.append(sign * (better - worse) + claim.margin)
+            found[seed] = sign * (better - worse) + claim.margin
     return found
 
 
@@ -659,8 +659,8 @@ def can_be_decided(claim: Claim, results: Results) -> bool:
     It cannot if the first two differences have different signs: for any third difference, the
     absolute value of the mean is then at most twice its standard error.
     """
-    found = differences(claim, results)[:SEEDS]
-    return len(found) == SEEDS and math.prod(found) > 0
+    found = differences(claim, results)
+    return found.keys() >= set(range(SEEDS)) and math.prod(found[i] for i in range(SEEDS)) > 0
 
 
 def sweep_name(suite: str, family: str, rate: float) -> str:
@@ -813,4 +813,4 @@ def check_fairness() -> None:
 @cache
 def parameters(model: ModelConfig) -> int:
     """Return the number of parameters of a model."""
-    return model_size(model).parameters
+    return sum(parameters_by_part(model).values())

@@ -20,7 +20,7 @@ from typing import Any
 import study_queue as queue
 import torch
 from results import environment
-from study_queue import Result, StudyRun
+from study_queue import MINUTE, Result, StudyRun
 
 import onescan
 from onescan import configs
@@ -44,7 +44,6 @@ KINDS = {
 HELD_OUT = 0.1  # fraction of the text, as in the recipes
 NICE = 19
 INTERRUPTED, BUSY = 130, 75  # exit codes
-MINUTE = 60.0
 CALIBRATION = 24  # steps that are timed to plan a run; the first third is ignored
 MAX_DEVIATION = 0.1  # of the actual training time from the planned one, as a fraction
 TIMED_EVALUATIONS = 8
