@@ -655,6 +655,13 @@ def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_pat
             assert "| 5.00 | 4.00 |  |" in page_of(found, tmp_path)
 
 
+def test_the_margin_changes_the_verdict_but_not_the_difference(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_queue, "CLAIMS", (tiny._replace(margin=0.01),))
+    values = {f"full_{seed}": 0.6 for seed in range(3)}
+    values |= {f"plain_{seed}": 0.605 + seed / 1000 for seed in range(3)}
+    assert "-0.60 ± 0.06 | 3 | **confirmed** |" in page_of(results(**values), tmp_path)
+
+
 def test_a_diverged_run_is_shown_as_such(tiny, tmp_path):
     found = results(full_0=0.6, full_1=0.6, plain_0=0.5) | {
         "digits-plain-1": diverged("digits-plain-1")
