@@ -56,7 +56,7 @@ check-kernels: $(KERNELS)/.installed  ## compile every kernel for seven GPUs, wi
 # PIP_FIND_LINKS can name a source of CPU builds.
 integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT, TRL and others, in .venv-integrations
 	$(INTEGRATIONS)/bin/python -m pytest -m integrations \
-		$$(grep -l mark.integrations tests/test_*.py)
+		$$(grep -rl mark.integrations tests --include='test_*.py')
 
 bench: $(INSTALLED)  ## compare speed and memory of one scan and softmax attention
 	$(BIN)/python benchmarks/one_scan.py

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from results import aligned, environment, write
 
 from onescan import configs
-from onescan.recipes import find_recipe
-from onescan.report import write_comparison
-from onescan.training import RunConfig, RunResult, read_metrics, train
+from onescan.experiments.recipes import find_recipe
+from onescan.experiments.report import write_comparison
+from onescan.experiments.training import RunConfig, RunResult, read_metrics, train
 
 LIGHTNET, DIT = "cifar10_denoiser_lightnet", "cifar10_denoiser_dit"
 CANDIDATES = (LIGHTNET, f"{LIGHTNET}/without_tpe", f"{LIGHTNET}/without_lrpe", DIT)

@@ -210,7 +210,7 @@ def describe() -> dict[str, object]:
 
 def test_files() -> list[str]:
     """Return the test files that run kernels on a GPU."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     marks = re.compile(r"\bMARKS\b|mark\.gpu\b")
     return [str(path) for path in files if marks.search(path.read_text(encoding="utf-8"))]
 

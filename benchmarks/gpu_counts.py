@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_counts.py                                     all models
 python benchmarks/gpu_counts.py --models ldn_base --operators 10    with its largest operators
-python benchmarks/gpu_counts.py --budget > tests/gpu_counts.md      update the tests' budget
+python benchmarks/gpu_counts.py --budget > tests/kernels/gpu_counts.md  update the tests' budget
 
 Nothing is computed: tensors have a shape, a dtype and a device, but no values (`FakeTensorMode`).
 Their device is one that this script registers with torch, with the autocast rules of CUDA. The
@@ -128,7 +128,7 @@ MODELS = (
     Model("lightnet_lm_45m", 8, 1, decoding=True),
     Model("lion_s_lm_124m", 8, 1, decoding=True),
 )
-# The budget of tests/test_budget.py
+# The budget of tests/kernels/test_budget.py
 BUDGET_DEPTH = 2  # except for decoding
 BUDGET_MODELS = ("lightnet_tiny", "lion_s_tiny", "ldn_base", "lightnet_lm_45m", "lion_s_lm_124m")
 
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--operators", type=int, default=0, help="list the largest operators")
     parser.add_argument("--depth", type=int, help="number of blocks; by default all")
-    parser.add_argument("--budget", action="store_true", help="print tests/gpu_counts.md")
+    parser.add_argument("--budget", action="store_true", help="print tests/kernels/gpu_counts.md")
     args = parser.parse_args()
     if args.budget:
         args.models, args.depth = BUDGET_MODELS, BUDGET_DEPTH

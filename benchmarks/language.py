@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 from results import environment, write
 
 from onescan import configs
-from onescan.data.text import PackedText
+from onescan.experiments.data.text import PackedText
+from onescan.experiments.recipes import find_recipe
+from onescan.experiments.tasks import MaskedLanguageModelling, Task
 from onescan.models.causal_lm import IGNORE_INDEX
-from onescan.recipes import find_recipe
-from onescan.tasks import MaskedLanguageModelling, Task
 
 CAUSAL, MASKED = "shakespeare_lightnet", "wikitext2_mlm_lightnet"
 BYTES = 256

@@ -17,9 +17,9 @@ from onescan import configs, zoo
 from onescan.checkpoint.files import digests, to_json
 from onescan.checkpoint.run_folder import write_config
 from onescan.checkpoint.weights import WEIGHTS, load_model, read_weights, save_weights
-from onescan.recipes import find_recipe
-from onescan.training.evaluation import evaluate
-from onescan.training.folder import Manifest, read_manifest
+from onescan.experiments.recipes import find_recipe
+from onescan.experiments.training.evaluation import evaluate
+from onescan.experiments.training.folder import Manifest, read_manifest
 
 MAX_BYTES = 12_000_000  # of all models together
 

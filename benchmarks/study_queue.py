@@ -16,7 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 from onescan import configs
 from onescan.configs import ModelConfig
-from onescan.data import DeitAugmentConfig
+from onescan.experiments.data import DeitAugmentConfig
+from onescan.experiments.recipes import find_recipe
+from onescan.experiments.tasks import ImageClassificationConfig
+from onescan.experiments.training import MachineConfig, RunConfig, TrainingConfig
 from onescan.layers.basic import MLPConfig
 from onescan.layers.decays import NoDecayConfig
 from onescan.layers.mixers import (
@@ -27,9 +30,6 @@ from onescan.layers.mixers import (
 from onescan.layers.position import SinusoidalPositionConfig
 from onescan.models.presets import LIGHTNET_ABLATIONS, preset
 from onescan.models.size import parameters_by_part
-from onescan.recipes import find_recipe
-from onescan.tasks import ImageClassificationConfig
-from onescan.training import MachineConfig, RunConfig, TrainingConfig
 
 TOLERANCE = 0.03  # relative difference allowed between parameter counts of compared models
 SEEDS, MAX_SEEDS, SWEEP_SEED = 2, 3, 100

@@ -25,10 +25,10 @@ from study_queue import MINUTE, Result, StudyRun
 import onescan
 from onescan import configs
 from onescan.checkpoint.files import locked, remove, write_atomically
-from onescan.evaluation.config import LengthsConfig
-from onescan.evaluation.lengths import measure_lengths
-from onescan.tasks import Task
-from onescan.training import RunConfig, read_metrics, train
+from onescan.experiments.evaluation.config import LengthsConfig
+from onescan.experiments.evaluation.lengths import measure_lengths
+from onescan.experiments.tasks import Task
+from onescan.experiments.training import RunConfig, read_metrics, train
 
 ROOT = Path(__file__).parents[1]
 FILES = {

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from results import aligned, environment, write
 
 from onescan import configs
-from onescan.recipes import find_recipe
-from onescan.training import Progress, RunConfig, read_metrics, train
-from onescan.training.logging import waiting_share
+from onescan.experiments.recipes import find_recipe
+from onescan.experiments.training import Progress, RunConfig, read_metrics, train
+from onescan.experiments.training.logging import waiting_share
 
 WARM_UP_STEPS = 3  # after each start
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import onescan
-from onescan.data import Example
-from onescan.report.mixers import key_shares
+from onescan.experiments.data import Example
+from onescan.experiments.report.mixers import key_shares
 
 PICTURE = Path(__file__).parent / "images" / "key_importance.png"
 BLOCK = 1  # the second block, the first one whose heads differ clearly

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from serve import Server
 
-from onescan.training.loading import load_language_model
+from onescan.inference.loading import load_language_model
 
 
 def count_tokens(address, seed, new_tokens):

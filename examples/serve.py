@@ -19,9 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from onescan.configs import from_dict
+from onescan.inference.loading import load_language_model
 from onescan.models.causal_lm import Sampling
 from onescan.models.continuous_batch import BatchWorker, ContinuousBatch
-from onescan.training.loading import load_language_model
 
 MAX_BYTES = 2**16  # of a request
 MAX_READ = 2**20  # bytes of a larger one to read, so that its client reads the reply

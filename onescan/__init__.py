@@ -13,6 +13,9 @@ from onescan.lazy import lazy_attributes
 if TYPE_CHECKING:
     from onescan.checkpoint.generation_state import load_generation_state as load_generation_state
     from onescan.checkpoint.generation_state import save_generation_state as save_generation_state
+    from onescan.experiments.training.convert import convert as convert
+    from onescan.experiments.training.loop import train as train
+    from onescan.inference.loading import load as load
     from onescan.models.causal_lm import CausalLM as CausalLM
     from onescan.models.causal_lm import CausalLMConfig as CausalLMConfig
     from onescan.models.causal_lm import Sampling as Sampling
@@ -35,9 +38,6 @@ if TYPE_CHECKING:
     from onescan.ops.parallel import SequenceGroup as SequenceGroup
     from onescan.ops.parallel import sequence_parallel as sequence_parallel
     from onescan.shapes import Grid as Grid
-    from onescan.training.convert import convert as convert
-    from onescan.training.loading import load as load
-    from onescan.training.loop import train as train
 
 __version__ = "0.18.0"
 
@@ -60,13 +60,13 @@ _MODULES = {
     "SequenceDecoderConfig": "models.sequence_decoder",
     "SequenceGroup": "ops.parallel",
     "build": "models.presets",
-    "convert": "training.convert",
-    "load": "training.loading",
+    "convert": "experiments.training.convert",
+    "load": "inference.loading",
     "load_generation_state": "checkpoint.generation_state",
     "preset": "models.presets",
     "save_generation_state": "checkpoint.generation_state",
     "sequence_parallel": "ops.parallel",
-    "train": "training.loop",
+    "train": "experiments.training.loop",
     "use_backend": "ops.backend",
 }
 

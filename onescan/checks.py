@@ -277,3 +277,6 @@ def named_state_tensors(states: tuple[Any, Any], *, causal: bool) -> dict[str, T
         if state is not None
         for field, tensor in state._asdict().items()
     }
+
+
+HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"

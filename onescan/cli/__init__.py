@@ -131,6 +131,6 @@ def _is_reported_elsewhere(error: Exception) -> bool:
     notes = getattr(error, "__notes__", ())
     if not notes:  # skips a slow import
         return False
-    from onescan.training.distributed import RAISED_BY_FIRST
+    from onescan.experiments.training.distributed import RAISED_BY_FIRST
 
     return RAISED_BY_FIRST in notes

@@ -28,7 +28,7 @@ def convert(argv: Argv) -> None:
         model of the same width."""
 
     options = parse(Options, convert, argv)
-    from onescan.training.convert import convert as convert_weights
+    from onescan.experiments.training.convert import convert as convert_weights
 
     model = convert_weights(options.source, options.out, to=options.to, num_heads=options.num_heads)
     count = sum(parameter.numel() for parameter in model.parameters())

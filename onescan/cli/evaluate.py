@@ -32,7 +32,7 @@ COMMON = (
 
 def evaluate(argv: Argv) -> None:
     """Evaluate a model on test data, context lengths, lm-eval tasks or generated images."""
-    from onescan.evaluation.config import LengthsConfig, SamplesConfig, TasksConfig
+    from onescan.experiments.evaluation.config import LengthsConfig, SamplesConfig, TasksConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -91,14 +91,16 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
 
 
 def _evaluate_run(options: Any) -> None:
-    from onescan.training.data import choose_workers
-    from onescan.training.distributed import Ranks, choose_device
-    from onescan.training.evaluation import evaluate as evaluate_model
-    from onescan.training.loading import load
+    from onescan.experiments.training.data import choose_workers
+    from onescan.experiments.training.distributed import Ranks, choose_device
+    from onescan.experiments.training.evaluation import evaluate as evaluate_model
+    from onescan.experiments.training.folder import read_manifest
+    from onescan.experiments.training.runs import build_task
+    from onescan.inference.loading import load
 
     checkpoint = load(options.checkpoint)
-    run, device = checkpoint.config, choose_device(options.device, Ranks())
-    task = checkpoint.build_task(options.split)
+    run, device = read_manifest(checkpoint.folder).run, choose_device(options.device, Ranks())
+    task = build_task(checkpoint, options.split)
     for note in task.notes:
         echo(f"note: {note}")
     evaluation = evaluate_model(
@@ -116,10 +118,10 @@ def _evaluate_run(options: Any) -> None:
 
 
 def _evaluate_lengths(options: Any) -> None:
-    from onescan.evaluation.config import short_name
-    from onescan.evaluation.lengths import measure_lengths
-    from onescan.report import check_report_path, lengths_table, write_lengths
-    from onescan.training.folder import write_json
+    from onescan.experiments.evaluation.config import short_name
+    from onescan.experiments.evaluation.lengths import measure_lengths
+    from onescan.experiments.report import check_report_path, lengths_table, write_lengths
+    from onescan.experiments.training.folder import write_json
 
     out = options.out or Path("evaluation", "lengths", short_name(options.checkpoint))
     check_report_path(out / "report.html")
@@ -134,8 +136,8 @@ def _evaluate_lengths(options: Any) -> None:
 
 
 def _evaluate_tasks(options: Any) -> None:
-    from onescan.evaluation.harness import evaluate_tasks
-    from onescan.training.folder import write_json
+    from onescan.experiments.evaluation.harness import evaluate_tasks
+    from onescan.experiments.training.folder import write_json
 
     if options.out is not None and options.out.suffix != ".json":
         raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
@@ -148,10 +150,10 @@ def _evaluate_tasks(options: Any) -> None:
 
 
 def _evaluate_samples(options: Any) -> None:
-    from onescan.evaluation.config import short_name
-    from onescan.evaluation.generation import measure_generation
-    from onescan.report import check_report_path, generation_table, write_generation
-    from onescan.training.folder import write_json
+    from onescan.experiments.evaluation.config import short_name
+    from onescan.experiments.evaluation.generation import measure_generation
+    from onescan.experiments.report import check_report_path, generation_table, write_generation
+    from onescan.experiments.training.folder import write_json
 
     out = options.out or Path("evaluation", "generation", short_name(options.checkpoint))
     check_report_path(out / "report.html")
@@ -182,7 +184,7 @@ def compare(argv: Argv) -> None:
         imports: Imports = ()
 
     options = parse(Options, compare, argv)
-    from onescan.report import comparison_table, write_comparison
+    from onescan.experiments.report import comparison_table, write_comparison
 
     import_files(options.imports)
     page = write_comparison(options.runs, options.out)
@@ -192,7 +194,7 @@ def compare(argv: Argv) -> None:
 
 def needle(argv: Argv) -> None:
     """Run the needle-in-a-haystack evaluation of a causal language model."""
-    from onescan.evaluation.config import NeedleConfig
+    from onescan.experiments.evaluation.config import NeedleConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -209,9 +211,13 @@ def needle(argv: Argv) -> None:
 
     options = parse(Options, needle, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "CausalLM", options.device)
-    from onescan.evaluation.config import short_name
-    from onescan.evaluation.needle import held_out_haystack, measure_needles, read_haystack
-    from onescan.report import check_report_path, needle_table, write_needles
+    from onescan.experiments.evaluation.config import short_name
+    from onescan.experiments.evaluation.needle import (
+        held_out_haystack,
+        measure_needles,
+        read_haystack,
+    )
+    from onescan.experiments.report import check_report_path, needle_table, write_needles
 
     name, file = short_name(options.checkpoint), options.haystack
     out = options.out or Path("evaluation", "needle", name)

@@ -55,8 +55,8 @@ def sample(argv: Argv) -> None:
         imports: Imports = ()
 
     options = parse(Options, sample, argv)
-    from onescan.training.distributed import Ranks, choose_device
-    from onescan.training.sampling import (
+    from onescan.experiments.training.distributed import Ranks, choose_device
+    from onescan.experiments.training.sampling import (
         SampleConfig,
         check_out,
         default_sampler,
@@ -98,9 +98,9 @@ def sample(argv: Argv) -> None:
 
 def encode(argv: Argv) -> None:
     """Encode an image dataset to VAE latents for training denoisers."""
-    from onescan.data import ImageDatasetConfig
-    from onescan.training.encode import EncodeConfig
-    from onescan.training.encode import encode as encode_images
+    from onescan.experiments.data import ImageDatasetConfig
+    from onescan.experiments.training.encode import EncodeConfig
+    from onescan.experiments.training.encode import encode as encode_images
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

@@ -18,7 +18,7 @@ from onescan.messages import named_type, printable
 if TYPE_CHECKING:
     import torch
 
-    from onescan.data.text import Tokenizer
+    from onescan.inputs.tokenizer import Tokenizer
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 HELP_WIDTH = 80  # of text outside of boxes
@@ -60,7 +60,7 @@ class ComputeConfig:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Apply the settings inside the context."""
-        from onescan.training.optim import compute_settings
+        from onescan.experiments.training.optim import compute_settings
 
         with compute_settings(self.backend, self.matmul_precision):
             yield
@@ -263,7 +263,7 @@ def metric_value(name: str, value: float) -> str:
 def import_files(files: Sequence[Path]) -> None:
     """Run Python files that define classes of a run."""
     if files:
-        from onescan.recipes.files import import_file
+        from onescan.experiments.recipes.files import import_file
 
         for file in files:
             import_file(file)
@@ -271,8 +271,8 @@ def import_files(files: Sequence[Path]) -> None:
 
 def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokenizer, torch.device]":
     """Load a language model of the given class on its device, with its tokenizer."""
-    from onescan.training.distributed import Ranks, choose_device
-    from onescan.training.loading import load_language_model as load
+    from onescan.experiments.training.distributed import Ranks, choose_device
+    from onescan.inference.loading import load_language_model as load
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)

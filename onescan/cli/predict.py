@@ -19,7 +19,7 @@ from onescan.messages import printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from onescan.training.loading import Checkpoint as TrainedModel
+    from onescan.inference.loading import Checkpoint as TrainedModel
 
 ARRAY_FILES = (".npz", ".npy")
 MAX_SKIPPED = 10  # messages on inputs that cannot be read
@@ -61,8 +61,8 @@ def predict(argv: Argv) -> None:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
         raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
-    from onescan.data import PairFormat
-    from onescan.training.loading import load
+    from onescan.inference.loading import load
+    from onescan.inputs import PairFormat
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
@@ -110,14 +110,15 @@ def _image_probabilities(
 
     Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
     """
-    from onescan.data import ArrayDatasetConfig, GridFormat
-    from onescan.data.arrays import read_inputs
-    from onescan.tasks.image_classification import classify, classify_arrays
+    from onescan.experiments.data.arrays import read_inputs
+    from onescan.experiments.tasks.image_classification import classify_arrays
+    from onescan.inference.classification import classify
+    from onescan.inputs import GridFormat
 
-    config, format = checkpoint.config.data, checkpoint.format
+    format = checkpoint.format
     arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
     if arrays and isinstance(format, GridFormat):
-        layout = isinstance(config, ArrayDatasetConfig) and config.channels_first
+        layout = bool(checkpoint.run["data"].get("channels_first"))
         paths = [path for path in paths if path not in arrays]
         for path in arrays:
             data = read_inputs(path, format, channels_first=layout)
@@ -143,7 +144,7 @@ def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
         if not path.is_dir():
             yield path, False
             continue
-        from onescan.data.sources import images_below
+        from onescan.experiments.data.sources import images_below
 
         for file in images_below(str(path)):
             yield Path(file), True
@@ -163,16 +164,15 @@ def _text_probabilities(
     Raises:
         ValueError: If a table does not exist or has no such column, or an argument is another file.
     """
-    from onescan.data import PairFormat, TextTableConfig
-    from onescan.data.text.files import is_table, read_rows
-    from onescan.data.text_table import read_text
-    from onescan.tasks.sequence_classification import classify_texts
+    from onescan.experiments.data.text.files import is_table, read_rows
+    from onescan.experiments.data.text_table import read_text
+    from onescan.inference.classification import classify_texts
+    from onescan.inputs import PairFormat
 
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
-    data = checkpoint.config.data
     if column is None:
-        column = data.text_column if isinstance(data, TextTableConfig) else "text"
+        column = checkpoint.run["data"].get("text_column", "text")
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1

@@ -106,8 +106,8 @@ def _ablations(config: Any) -> Mapping[str, Mapping[str, Any]]:
 
 def _find_model(name: str) -> "Preset":
     """Return the preset, or the model of the recipe, of this name."""
+    from onescan.experiments.recipes import RECIPES, find_recipe, summary
     from onescan.models.presets import PRESETS, Preset
-    from onescan.recipes import RECIPES, find_recipe, summary
 
     if name in PRESETS:
         return PRESETS[name]
@@ -171,7 +171,7 @@ def recipes(argv: Argv) -> None:
         """Show only recipes whose name or group contains this word."""
 
     options = parse(Options, recipes, argv)
-    from onescan.recipes import RECIPES, kinds, summary
+    from onescan.experiments.recipes import RECIPES, kinds, summary
 
     groups = dict(_groups("recipe", RECIPES, kinds(), options.word))
     widest = max(len(name) for group in groups.values() for name in group)
@@ -210,7 +210,7 @@ def show(argv: Argv) -> None:
         return
     if argv[1:]:
         raise ValueError(f"show takes one recipe, got {' '.join(argv)!r}")
-    from onescan.recipes import find_recipe
+    from onescan.experiments.recipes import find_recipe
 
     recipe = find_recipe(argv[0])
     echo(recipe.description)

@@ -56,7 +56,7 @@ def generate(argv: Argv) -> None:
     model, tokenizer, device = load_language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
-    from onescan.tasks.text_generation import generate_text
+    from onescan.inference.text_generation import generate_text
 
     prompt = _read_input() if options.prompt == "-" else options.prompt
     pieces = generate_text(
@@ -108,7 +108,7 @@ def fill(argv: Argv) -> None:
 
     options = parse(Options, fill, argv)
     model, tokenizer, _ = load_language_model(options.checkpoint, "MaskedLM", options.device)
-    from onescan.tasks.text_generation import fill_masks
+    from onescan.inference.text_generation import fill_masks
 
     with options.compute.applied():
         masks = fill_masks(model, tokenizer, options.text, top_k=options.top_k)
@@ -137,8 +137,8 @@ def tokenizer(argv: Argv) -> None:
         """Split to train on."""
 
     options = parse(Options, tokenizer, argv)
-    from onescan.data.text.bpe import check_empty, train_bpe
-    from onescan.data.text.source import Query, find_source, read_texts
+    from onescan.experiments.data.text.bpe import check_empty, train_bpe
+    from onescan.experiments.data.text.source import Query, find_source, read_texts
 
     check_empty(options.out)
     query = Query(column=options.text_column, sample_by=options.sample_by, name=options.name)

@@ -22,10 +22,10 @@ from onescan.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from onescan.data.glue import GlueTask
-    from onescan.recipes import Recipe
-    from onescan.recipes.glue import GlueRun
-    from onescan.training.config import RunConfig, RunResult
+    from onescan.experiments.data.glue import GlueTask
+    from onescan.experiments.recipes import Recipe
+    from onescan.experiments.recipes.glue import GlueRun
+    from onescan.experiments.training.config import RunConfig, RunResult
 
 # options that `onescan train RECIPE --help` shows
 COMMON = (
@@ -61,7 +61,7 @@ def train(argv: Argv) -> None:
     if argv[0] in (*HELP, HELP_ALL):
         echo(USAGE)
         return
-    from onescan.training.config import RunConfig
+    from onescan.experiments.training.config import RunConfig
 
     recipe, given, source, argv = _what_to_train(argv)
     infers = source is not None and source.infers
@@ -85,9 +85,9 @@ def train(argv: Argv) -> None:
         default=Options(run=recipe),
         common=COMMON,
     )
-    from onescan.report import check_report_path, write_report
-    from onescan.training import joined
-    from onescan.training import train as train_run
+    from onescan.experiments.report import check_report_path, write_report
+    from onescan.experiments.training import joined
+    from onescan.experiments.training import train as train_run
 
     run, inferred = _inferred(options.run, _given(argv), infers=infers)
     options = dataclasses.replace(options, run=run)
@@ -150,12 +150,12 @@ def _inferred(
 ) -> "tuple[RunConfig, list[str]]":
     """Infer the settings that are not given; return also lines that describe them."""
     if "data.tokenizer" in given:
-        from onescan.recipes.own_data import infer_vocabulary
+        from onescan.experiments.recipes.own_data import infer_vocabulary
 
         run = infer_vocabulary(run, given)
     if not infers:
         return run, []
-    from onescan.recipes.own_data import infer
+    from onescan.experiments.recipes.own_data import infer
 
     return infer(run, given)
 
@@ -172,9 +172,9 @@ def _description(recipe: "Recipe | None") -> str | None:
 def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     """Return the run, the arguments that name it, its recipe, if any, and the other arguments."""
     from onescan.checkpoint.run_folder import CONFIG
-    from onescan.recipes import find_recipe
-    from onescan.recipes.files import import_file
-    from onescan.training.folder import read_manifest
+    from onescan.experiments.recipes import find_recipe
+    from onescan.experiments.recipes.files import import_file
+    from onescan.experiments.training.folder import read_manifest
 
     if argv[0] != "--config":
         recipe = find_recipe(argv[0])
@@ -182,7 +182,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
         if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
             run = recipe.adapt(run, given)
         if mixer := given.get("model.mixer"):
-            from onescan.recipes.mixers import with_mixer
+            from onescan.experiments.recipes.mixers import with_mixer
 
             run, argv = with_mixer(run, mixer), _without("--model.mixer", argv)
         return run, name, recipe, argv[1:]
@@ -198,7 +198,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
 
 def _results(results: "Sequence[RunResult]") -> str:
     """Format one line per seed, and the mean and standard deviation over seeds."""
-    from onescan.training.logging import read_metrics, waiting_share
+    from onescan.experiments.training.logging import read_metrics, waiting_share
 
     lines = []
     for result in results:
@@ -220,7 +220,7 @@ def _results(results: "Sequence[RunResult]") -> str:
 
 def glue(argv: Argv) -> None:
     """Fine-tune a masked language model on GLUE and write a report."""
-    from onescan.recipes.glue import GlueRunsConfig, check_runs, lacks_mnli, plan_glue
+    from onescan.experiments.recipes.glue import GlueRunsConfig, check_runs, lacks_mnli, plan_glue
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -235,9 +235,15 @@ def glue(argv: Argv) -> None:
         """Delete existing runs in the folder and start from scratch."""
 
     options = parse(Options, glue, argv)
-    from onescan.report import check_report_path, glue_table, read_glue, write_glue, write_report
-    from onescan.report.glue import best_rate
-    from onescan.training import joined
+    from onescan.experiments.report import (
+        check_report_path,
+        glue_table,
+        read_glue,
+        write_glue,
+        write_report,
+    )
+    from onescan.experiments.report.glue import best_rate
+    from onescan.experiments.training import joined
 
     config, out = options.config, options.out
     if without_mnli := lacks_mnli(config):
@@ -276,7 +282,7 @@ def _fine_tune(
     runs: "Sequence[GlueRun]", say: Callable[[str], object], *, overwrite: bool
 ) -> "dict[GlueTask, dict[float, list[RunResult]]]":
     """Train all runs; return each task's results by learning rate, one per seed."""
-    from onescan.training import train as train_run
+    from onescan.experiments.training import train as train_run
 
     results: dict[GlueTask, dict[float, list[RunResult]]] = {}
     for task, seed, config, folder in runs:

@@ -203,7 +203,7 @@ class ImageClassifier(nn.Module):
         Args:
             images: Grids of any size that `patch_size` divides, of shape [B, channels, *sides].
             keep: True for real pixels and False for padding, of shape [B, *sides], for images of
-                mixed sizes in one batch; `onescan.data.pad_images` returns it. The real pixels of
+                mixed sizes in one batch; `onescan.inputs.pad_images` returns it. The real pixels of
                 an image are a box of whole patches that begins at the first pixel. The logits equal
                 those of each image alone at its own size. Padding may hold any values, even NaN.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice
 from onescan.configs import from_dict, to_dict
-from onescan.data.images import check_constants
+from onescan.inputs.images import check_constants
 from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.integrations.card import write_model_card
 from onescan.integrations.diffusers.sampling import (

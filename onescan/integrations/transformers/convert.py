@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
-from onescan.data.images import ImageFormat
+from onescan.inputs.images import ImageFormat
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
 from onescan.integrations.transformers.image_processing import OnescanImageProcessor
@@ -44,7 +44,7 @@ def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any
 
     Args:
         model: A language model or a classifier.
-        image_format: An `onescan.data.images.ImageFormat`, as in `onescan.load(...).format`.
+        image_format: An `onescan.inputs.images.ImageFormat`, as in `onescan.load(...).format`.
             `save_pretrained` then also writes an image processor, which pipelines read.
         fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 

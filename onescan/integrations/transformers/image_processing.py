@@ -10,7 +10,8 @@ from transformers import BaseImageProcessor, BatchFeature
 from transformers.image_transforms import to_channel_dimension_format
 from transformers.image_utils import ChannelDimension, make_flat_list_of_images
 
-from onescan.data.images import ImageFormat, Pixels, check_unit_range, native_type, unit_pixels
+from onescan.inputs.image_files import Pixels
+from onescan.inputs.images import ImageFormat, check_unit_range, native_type, unit_pixels
 
 
 class OnescanImageProcessor(BaseImageProcessor):

@@ -1,0 +1,523 @@
+"""Labelled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
+
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import SEEK_CUR
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onescan.experiments.data.base import (
+    DataConfig,
+    Example,
+    LoadedBatch,
+    Splits,
+    held_out_note,
+    listed,
+    missing_classes_note,
+    stratified_split,
+)
+from onescan.experiments.data.images import ImageSet, ImageSplits
+from onescan.experiments.data.share import WHOLE, Share
+from onescan.inputs.arrays import IMAGE_AXES, MAX_AXES, ArrayFormat
+from onescan.inputs.images import (
+    GridFormat,
+    ImageFormat,
+    check_constants,
+    native_type,
+)
+from onescan.shapes import Labels
+
+Array = Shaped[np.ndarray, "N *_"]  # any type
+
+MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
+MAX_CHANNELS = 4  # an axis that is longer is not taken for channels
+FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
+CHUNK = 1 << 24  # values that are standardized or checked at once
+EPSILON = 2.0**-52  # of float64
+EXACT = 2**53  # float64 represents all smaller integers
+MIN_SPREAD = 2.0**-43  # standard deviation of larger integers, as a fraction of their mean
+# Raised by numpy and zipfile for damaged, encrypted or unsupported files.
+DAMAGE = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    OverflowError,
+    SyntaxError,
+    TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDatasetConfig(DataConfig):
+    """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
+
+    The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
+    x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first; y
+    has shape [N] and holds class indices from 0. Bytes are scaled to 0 to 1. Other types are
+    standardized in float64 if their mean is large compared with their standard deviation, as with
+    Unix times, and otherwise in float32. Files that are not compressed are mapped into memory
+    instead of being read.
+    """
+
+    path: str
+    """A .npz file, or a folder of .npy files."""
+    axes: int = 2
+    """Number of axes of an example: 1 for signals, 2 for images, 3 for volumes and video."""
+    channels_first: bool = False
+    """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
+    test_fraction: float = 0.1
+    """Fraction of each class held out if there is no x_test."""
+    split_seed: int = 0
+    """Random seed of the train-test split."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in order; () numbers them."""
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel, subtracted; None computes it from the training examples."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel, divided by; None computes it from the training
+    examples."""
+
+    def build(self) -> "ImageSplits | ArraySplits":
+        """Open the arrays and check their shapes, types and labels.
+
+        Returns:
+            ImageSplits for bytes with two axes and 1 or 3 channels, otherwise ArraySplits.
+
+        Raises:
+            ValueError: If a field is out of range; if the data does not exist, is damaged, or lacks
+                an array; if an array has another shape or type than expected; or if a label belongs
+                to no class.
+        """
+        if not 1 <= self.axes <= MAX_AXES:
+            raise ValueError(f"data.axes is {self.axes}, expected 1 to {MAX_AXES}")
+        arrays = _open(self.path)
+        has_splits = "x_train" in arrays
+        names = ("train", "test") if has_splits else ("",)
+        suffixes = [f"_{name}" if name else "" for name in names]
+        pairs = [self._examples(arrays, suffix) for suffix in suffixes]
+        classes = self._classes(pairs)
+        layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
+        sets = [
+            ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), **layout)
+            for x, labels in pairs
+        ]
+        notes = self._notes(arrays, suffixes)
+        if has_splits:
+            train, test = sets
+            if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
+                raise ValueError(
+                    f"data.path is {self.path!r}, where x_test holds {test.x.dtype}, but x_train "
+                    f"holds {train.x.dtype}; expected uint8 in both or in neither, because only "
+                    "uint8 is scaled to 0 to 1"
+                )
+            if train.shape != test.shape:
+                raise ValueError(
+                    f"data.path is {self.path!r}, where x_test has examples of shape {test.shape}, "
+                    f"expected {train.shape} as in x_train"
+                )
+        else:
+            parts = stratified_split(
+                sets[0].labels, fraction=self.test_fraction, seed=self.split_seed
+            )
+            train, test = (
+                ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, **layout)
+                for places in parts
+            )
+            notes.append(held_out_note(len(test), len(sets[0])))
+        format = self._format(train)
+        notes += missing_classes_note(train.labels[train.places], classes)
+        notes += missing_classes_note(test.labels[test.places], classes, part="test")
+        if isinstance(format, ImageFormat):
+            return ImageSplits(
+                train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
+            )
+        if format.needs_float64:
+            notes.append("x is standardized in float64, because float32 would round its values")
+            train, test = (replace(part, dtype=np.float64) for part in (train, test))
+        return ArraySplits(
+            train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
+        )
+
+    def _notes(self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str]) -> list[str]:
+        """Describe arrays and files that are not used, and labels that are converted."""
+        used = {f"{name}{suffix}" for name in "xy" for suffix in suffixes}
+        place = Path(self.path).expanduser()
+        files = [file.name for file in place.iterdir()] if place.is_dir() else []
+        others = [name for name in files if not name.startswith(".") and name[-4:] != ".npy"]
+        notes = [
+            f"{what} not used: {listed(sorted(names))}"
+            for what, names in (("arrays", set(arrays) - used), ("files", others))
+            if names
+        ]
+        if any(self._array(arrays, f"y{suffix}").dtype == bool for suffix in suffixes):
+            notes.append("labels are booleans: False is class 0, and True is class 1")
+        return notes
+
+    def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
+        """Infer the number of axes and the place of the channels from the shape of x.
+
+        An axis of up to 4 values is taken for channels: the last one or else, before at least one
+        more axis, axis 1.
+
+        Args:
+            given: "axes" and "channels_first" if these fields are to be kept.
+
+        Returns:
+            The config, and a description of the layout.
+
+        Raises:
+            ValueError: If the data does not exist, is damaged or lacks an array.
+        """
+        arrays = _open(self.path)
+        name = "x_train" if "x_train" in arrays else "x"
+        if name not in arrays:
+            found = ", ".join(sorted(arrays)) or "none"
+            raise ValueError(f"data.path is {self.path!r}, which has no array x; found: {found}")
+        shape = self._array(arrays, name).shape[1:]
+        is_last = len(shape) > 1 and shape[-1] <= MAX_CHANNELS
+        is_first = len(shape) > 1 and shape[0] <= MAX_CHANNELS and not is_last
+        axes, channels_first = self.axes, self.channels_first
+        if "channels_first" not in given:
+            channels_first = is_first
+        elif channels_first:
+            is_first, is_last = len(shape) > 1, False
+        else:
+            is_first = False
+        if "axes" not in given:
+            axes = max(1, len(shape) - (is_first or is_last))
+        config = replace(self, axes=axes, channels_first=channels_first)
+        if len(shape) == axes + 1:
+            return config, "channels first" if channels_first else "channels last"
+        hint = "no axis of channels"
+        if "axes" not in given and len(shape) > 1:
+            few = next((i for i in (-1, 0) if shape[i] < FEW or shape[i] * FEW <= max(shape)), None)
+            if few is not None:
+                place = "last axis" if few else "first axis"
+                flag = "" if few else " --data.channels-first"
+                hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
+        return config, hint
+
+    def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Labels]:
+        """Open x and y of a split and check their shapes and types."""
+        for name in (f"x{suffix}", f"y{suffix}"):
+            if name not in arrays:
+                found = ", ".join(sorted(arrays)) or "none"
+                raise ValueError(
+                    f"data.path is {self.path!r}, which has no array {name}, expected x and y, or "
+                    f"x_train, y_train, x_test and y_test; found: {found}"
+                )
+        x, y = (self._array(arrays, f"{name}{suffix}") for name in "xy")
+        where = f"data.path is {self.path!r}, where"
+        with_channels = "[N, C, *axes]" if self.channels_first else "[N, *axes, C]"
+        if x.ndim - self.axes not in (1, 2) or 0 in x.shape:
+            raise ValueError(
+                f"{where} x{suffix} has shape {x.shape}, expected [N, *axes] or {with_channels} "
+                f"with data.axes={self.axes}, and no size 0"
+            )
+        if x.dtype.kind not in "fiub":
+            raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
+        if y.dtype.kind not in "iub":
+            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers")
+        if y.shape != (len(x),):
+            raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
+        if y.min() < 0 or y.max() >= MAX_CLASSES:
+            row = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
+            raise ValueError(
+                f"{where} y{suffix}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
+            )
+        return x, torch.from_numpy(np.array(y, dtype=np.int64))
+
+    def _array(self, arrays: Mapping[str, "_Open"], name: str) -> Array:
+        try:
+            return arrays[name]()
+        except DAMAGE as error:
+            raise ValueError(
+                f"data.path is {self.path!r}, where {name} cannot be read: {error}"
+            ) from error
+
+    def _classes(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+        """Name the classes and check that all labels belong to them. Training data defines them.
+
+        Args:
+            pairs: Examples and labels of each split.
+        """
+        count = len(self.class_names) or int(pairs[0][1].max()) + 1
+        if count < MIN_CLASSES:
+            raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")
+        names = ("y_train", "y_test") if len(pairs) > 1 else ("y",)
+        for name, (_, labels) in zip(names, pairs, strict=True):
+            if (high := labels >= count).any():
+                row = int(high.int().argmax())
+                raise ValueError(
+                    f"data.path is {self.path!r}, where {name}[{row}] is {labels[row]}, expected 0 "
+                    f"to {count - 1}"
+                )
+        return self.class_names or tuple(str(number) for number in range(count))
+
+    def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
+        channels, *shape = train.shape
+        given = {"data.mean": self.mean, "data.std": self.std}
+        check_constants(channels, **{name: x for name, x in given.items() if x is not None})
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            computed = train.statistics()
+            mean, std = mean or computed[0], std or computed[1]
+        if self.axes == IMAGE_AXES and channels in (1, 3) and train.x.dtype == np.uint8:
+            height, width = shape
+            return ImageFormat(channels=channels, height=height, width=width, mean=mean, std=std)
+        is_bytes = train.x.dtype == np.uint8
+        return ArrayFormat(
+            channels=channels, shape=tuple(shape), mean=mean, std=std, is_bytes=is_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDataset(ImageSet):
+    """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes].
+
+    Attributes:
+        x: All examples, with or without channels.
+        labels: Class index of each example.
+        places: Examples that belong to this dataset, in its order.
+        axes: Number of axes of an example.
+        channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
+        dtype: Type to convert x to, except bytes; None keeps its own.
+        share: Shard of the first axis of each example to read.
+    """
+
+    x: Array
+    labels: Labels
+    places: Int[Tensor, " places"]
+    axes: int
+    channels_first: bool = False
+    dtype: Any = np.float32
+    share: Share = WHOLE
+
+    def shared(self, share: Share) -> "ArrayDataset":
+        return replace(self, share=share)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels and size of each axis."""
+        shape = self.x.shape[1:]
+        if len(shape) == self.axes:
+            return 1, *shape
+        return shape if self.channels_first else (shape[-1], *shape[:-1])
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        """Read a batch.
+
+        Raises:
+            ValueError: If a value is not finite; names the example.
+        """
+        places = self.places[[example.source for example in examples]].numpy()
+        return LoadedBatch((self._values(places), self.labels[places]))
+
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and standard deviation of each channel; 1 for a constant channel.
+
+        Raises:
+            ValueError: If a value is not finite; names the example. If x holds large integers that
+                differ by too little.
+        """
+        whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
+        size = max(1, CHUNK // self.x[0].size)
+        chunks = [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+        count = len(self) * self.x[0].size // self.shape[0]
+
+        def channels() -> Iterator[Tensor]:
+            for chunk in chunks:
+                values = whole.read([Example(place) for place in chunk]).batch[0].double()
+                yield values.transpose(0, 1).flatten(1)
+
+        rough, rest, squares, peak = torch.zeros(4, self.shape[0], dtype=torch.float64)
+        for values in channels():
+            rough += values.sum(dim=1) / count
+            peak = torch.maximum(peak, values.abs().amax(dim=1))
+        exponent = torch.frexp(peak).exponent
+        # The sum of large values is rounded, the sum of differences from their mean much less.
+        # Scaling by a power of two is exact, and keeps squares within the range of float64.
+        for values in channels():
+            scaled = torch.ldexp(values - rough[:, None], -exponent[:, None])
+            rest += scaled.sum(dim=1) / count
+            squares += (scaled**2).sum(dim=1) / count
+        mean = rough + torch.ldexp(rest, exponent)
+        std = torch.ldexp((squares - rest**2).clamp(min=0).sqrt(), exponent)
+        scale = 255 if self.x.dtype == np.uint8 else 1
+        is_large = mean.abs() > EXACT
+        if self.x.dtype.kind in "iu" and (is_large & (std < MIN_SPREAD * mean.abs())).any():
+            raise ValueError(
+                f"x holds integers near {mean[is_large][0].item():.4g} that are too close together "
+                "for float64: subtract a constant from x"
+            )
+        std = torch.where(std > EPSILON * mean.abs(), std / scale, 1.0)
+        return tuple((mean / scale).tolist()), tuple(std.tolist())
+
+    def _values(self, places: NDArray[np.int64]) -> Tensor:
+        """Read examples with channels first: bytes as they are, other types as `dtype`.
+
+        Raises:
+            ValueError: If a value is not finite; names the example.
+        """
+        own = self.share.slice(self.shape[1])
+        if self.share.size == 1:
+            values = self.x[places]  # faster than with slices
+        elif self.channels_first and self.x.ndim == self.axes + 2:
+            values = self.x[places, :, own]
+        else:
+            values = self.x[places, own]
+        if values.dtype != np.uint8:
+            values = values.astype(self.dtype or native_type(values.dtype))
+        tensor = torch.from_numpy(values)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            row = int(places[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
+            raise ValueError(f"example {row} of x has values that are not finite")
+        if tensor.ndim == self.axes + 1:
+            return tensor.unsqueeze(1)
+        if self.channels_first:
+            return tensor
+        return tensor.movedim(-1, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraySplits(Splits):
+    """Training and held-out arrays, and how to read both."""
+
+    train: ArrayDataset
+    test: ArrayDataset
+    class_names: tuple[str, ...]
+    format: ArrayFormat
+
+
+def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:
+    """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
+
+    Args:
+        path: The file. If a `.npz` file holds a single array, its name may be another one.
+        format: Format that the model was trained on.
+        channels_first: Layout to prefer if x fits with channels first and with channels last.
+
+    Returns:
+        The examples, with labels 0.
+
+    Raises:
+        ValueError: If there is no such file, it is damaged, or x has another shape or type.
+    """
+    place = Path(path).expanduser()
+    if not place.is_file():
+        raise ValueError(f"there is no file {path}")
+    arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
+    name = next(iter(arrays)) if len(arrays) == 1 else "x"
+    if name not in arrays:
+        raise ValueError(f"{path} has no array x; found: {', '.join(sorted(arrays)) or 'none'}")
+    try:
+        x = arrays[name]()
+    except DAMAGE as error:
+        raise ValueError(f"{path}: {name} cannot be read: {error}") from error
+    if x.dtype.kind not in "fiub":
+        raise ValueError(f"{path}: {name} holds {x.dtype}, expected real numbers")
+    shape = format.shape if isinstance(format, ArrayFormat) else _image_size(format)
+    rows = torch.arange(len(x) if x.ndim else 0)
+    for is_first in (channels_first, not channels_first):
+        data = ArrayDataset(
+            x=x,
+            labels=rows * 0,
+            places=rows,
+            axes=len(shape),
+            channels_first=is_first,
+            dtype=_read_as(format),
+        )
+        if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
+            return data
+    sizes = ", ".join(map(str, shape))
+    expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
+    if format.channels == 1:
+        expected = f"[N, {sizes}]"
+    raise ValueError(f"{path}: {name} has shape {x.shape}, expected {expected}")
+
+
+def _read_as(format: GridFormat) -> Any:
+    """Return the type for `ArrayDataset`, or None if the format must see the stored one."""
+    if not isinstance(format, ArrayFormat) or format.reads_pixels:
+        return None
+    return np.float64 if format.needs_float64 else np.float32
+
+
+def _image_size(format: GridFormat) -> tuple[int, ...]:
+    if not isinstance(format, ImageFormat):
+        raise ValueError(f"the model was trained on {type(format).__name__}, not on arrays")
+    return format.height, format.width
+
+
+# Files
+
+_Open = Callable[[], Array]
+
+
+def _open(path: str) -> dict[str, _Open]:
+    """Return functions that open the arrays of a file or folder, by name."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"data.path is {path!r}: there is no such file or folder")
+    if place.is_dir():
+        return {file.stem: _opens_file(file) for file in sorted(place.glob("*.npy"))}
+    if place.suffix != ".npz":
+        raise ValueError(f"data.path is {path!r}, expected a .npz file or a folder of .npy files")
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = archive.infolist()
+    except DAMAGE as error:
+        raise ValueError(f"data.path is {path!r}, which cannot be read: {error}") from error
+    return {
+        info.filename.removesuffix(".npy"): _opens_member(place, info)
+        for info in members
+        if info.filename.endswith(".npy")
+    }
+
+
+def _opens_file(file: Path) -> _Open:
+    return lambda: np.load(file, mmap_mode="r", allow_pickle=False)
+
+
+def _opens_member(file: Path, info: zipfile.ZipInfo) -> _Open:
+    def opened() -> Array:
+        with zipfile.ZipFile(file) as archive, archive.open(info) as member:
+            if info.compress_type != zipfile.ZIP_STORED:
+                return np.lib.format.read_array(member, allow_pickle=False)
+        with file.open("rb") as stream:  # a stored member is a .npy file inside the archive
+            stream.seek(info.header_offset + 26)
+            name, extra = np.frombuffer(stream.read(4), "<u2").tolist()  # of the local header
+            stream.seek(info.header_offset + 30 + name + extra)
+            return _map(file, stream)
+
+    return opened
+
+
+def _map(file: Path, stream: BinaryIO) -> Array:
+    """Map the `.npy` data that begin at a stream's position into memory."""
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0
+    if version != (1, 0):
+        read = np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, expected numbers")
+    order: Literal["F", "C"] = "F" if fortran_order else "C"
+    return np.memmap(
+        file, dtype, mode="r", offset=stream.seek(0, SEEK_CUR), shape=shape, order=order
+    )

@@ -1,0 +1,11 @@
+"""Text as token ids, and datasets of text for language models."""
+
+from onescan.experiments.data.text.dataset import TextDatasetConfig, TextSplits
+from onescan.experiments.data.text.packing import PackedText, TextStream
+
+__all__ = [
+    "PackedText",
+    "TextDatasetConfig",
+    "TextSplits",
+    "TextStream",
+]

@@ -1,0 +1,82 @@
+"""Replace the mixer of a recipe's model, by name: `onescan train RECIPE --model.mixer NAME`."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from onescan import configs
+from onescan.checks import check_choice
+from onescan.experiments.training.config import RunConfig
+from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
+from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
+    DeltaProductMixerConfig,
+    GatedDeltaNetMixerConfig,
+    HybridMixerConfig,
+    KDAMixerConfig,
+    LightNetMixerConfig,
+    LionMixerConfig,
+    MixerConfig,
+    SoftmaxMixerConfig,
+)
+from onescan.messages import named_type
+
+NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
+    {
+        "lightnet": LightNetMixerConfig(),
+        "lion_lit": LionMixerConfig(decay=NoDecayConfig()),
+        "lion_d": LionMixerConfig(decay=FixedDecayConfig()),
+        "lion_s": LionMixerConfig(),
+        "gated_deltanet": GatedDeltaNetMixerConfig(),
+        "kda": KDAMixerConfig(),
+        "delta_product": DeltaProductMixerConfig(),
+        "softmax": SoftmaxMixerConfig(),
+        **LINEAR_TRANSFORMERS,
+    }
+)
+KEPT = ("num_heads", "bias", "causal_block")
+HYBRID = "_hybrid"  # suffix of names
+
+
+def with_mixer(run: RunConfig, name: str) -> RunConfig:
+    """Return a run with another mixer, which keeps the number of heads, biases and direction.
+
+    Args:
+        run: Run to change.
+        name: Key of `NAMED_MIXERS`, for example "lion_s"; or "lion_s_hybrid" for LION-s with
+            softmax attention in every fourth block, which is that of the run if it has any.
+
+    Raises:
+        ValueError: If there is no such name (names the closest), or the model has no mixer.
+    """
+    hybrids = [base + HYBRID for base in NAMED_MIXERS]
+    check_choice("model.mixer", name, [*NAMED_MIXERS, *hybrids])
+    base = name.removesuffix(HYBRID)
+    old = getattr(run.model, "mixer", None)
+    if not isinstance(old, MixerConfig):
+        raise ValueError(
+            f"model.mixer is {name!r}, but the model, {named_type(run.model)}, has no mixer"
+        )
+    new = _like(NAMED_MIXERS[base], old.for_layer(0) if isinstance(old, HybridMixerConfig) else old)
+    if base != name:
+        new = HybridMixerConfig(linear=new, attention=_attention_of(old))
+    return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": new}))
+
+
+def _attention_of(old: MixerConfig) -> MixerConfig:
+    if isinstance(old, HybridMixerConfig):
+        old = old.for_layer(old.offset % old.period)
+    return old if isinstance(old, SoftmaxMixerConfig) else _like(SoftmaxMixerConfig(), old)
+
+
+def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
+    """Return a mixer with the number of heads, biases, direction and blocks of another one."""
+    changes: dict[str, Any] = {
+        field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
+    }
+    if hasattr(new, "direction"):
+        changes["direction"] = getattr(old, "direction", "forward" if old.is_causal else "both")
+    else:
+        changes["causal"] = old.is_causal
+    return dataclasses.replace(new, **changes)

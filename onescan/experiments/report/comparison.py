@@ -1,0 +1,551 @@
+"""Finished runs of several recipes side by side: a table for the terminal, and a page."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from onescan.checkpoint.run_folder import CONFIG
+from onescan.experiments.report.format import (
+    ACCURACY,
+    HOUR,
+    MINUTE,
+    duration,
+    large,
+    memory,
+    metric_name,
+    metric_value,
+    percent,
+    plain_table,
+    plural,
+)
+from onescan.experiments.report.page import Figure, Section, check_report_path, fragment, render
+from onescan.experiments.report.plots import (
+    SERIES,
+    SMALLEST,
+    Line,
+    css_color,
+    line_chart,
+    series,
+    smoothed,
+    thinned,
+)
+from onescan.experiments.report.runs import Column as Values
+from onescan.experiments.report.runs import (
+    FinishedRun,
+    SeedValues,
+    config_differences,
+    has_training_accuracy,
+    read_run,
+)
+from onescan.experiments.training.config import RunConfig
+from onescan.experiments.training.folder import MACHINE
+from onescan.experiments.training.logging import Split
+from onescan.inference.loading import load
+
+NAME = "name"  # a recipe's name is not a setting
+READING = frozenset(  # fields of data configs that change how images are read, not which
+    {"channels", "image_size", "mean", "on_error", "shuffle_block", "std", "streaming"}
+    | {"test_crop", "train_crop"}
+)
+NAMED_BY = 3  # settings that distinguish recipes of the same name
+ABSENT = "\N{EM DASH}"
+STYLES = ("-", "--", ":")  # of lines, where colors repeat
+FEW = 3  # use a smaller unit below this number of time units
+LEAD = (
+    "Finished runs side by side. Runs of a recipe that differ only in seed and machine share a row."
+    " If a seed occurs twice, each machine has its own row."
+)
+SETTINGS = (
+    "Every setting in which any two recipes differ, by its path in the run's config.json. A dash "
+    "means that a recipe has no such setting. Machine settings, devices and numbers of processes "
+    "are listed only if they separate rows of one recipe."
+)
+RELEVANT = 0.02  # smaller differences, in parts of the value, are not marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table: runs of one recipe with different seeds."""
+
+    name: str
+    index: int
+    runs: tuple[FinishedRun, ...]
+    parameters: int
+
+    @property
+    def config(self) -> RunConfig:
+        """Config of the first run; the others differ from it only in their seed and machine."""
+        return self.runs[0].manifest.run
+
+    @property
+    def letter(self) -> str:
+        """Label in charts: A to Z, then A2 and so on."""
+        repetition, index = divmod(self.index, len(ascii_uppercase))
+        return ascii_uppercase[index] + (str(repetition + 1) if repetition else "")
+
+    @property
+    def badge(self) -> Markup:
+        """The letter on the color of the row's lines."""
+        return Markup('<i class="badge" style="background:{}">{}</i>').format(
+            css_color(series(self.index)), self.letter
+        )
+
+
+def comparison_table(runs: Sequence[Path]) -> str:
+    """Format finished runs as a plain-text table with one row for each recipe.
+
+    A last line warns if the recipes were trained on different data.
+
+    Args:
+        runs: Folders of finished runs, or folders that contain ``seed-*`` folders of such runs.
+            Runs that differ only in their seed and machine share a row. If a seed occurs twice,
+            each machine has its own row.
+
+    Raises:
+        ValueError: If a folder holds no run, a run is not finished, two runs are the same on the
+            same machine, or the runs are of different tasks.
+    """
+    rows = read_rows(runs)
+    columns = table_columns(rows)
+    cells = [["", "seeds", *(column.head for column in columns)]]
+    cells += [
+        [row.name, str(len(row.runs)), *(column.format(row) for column in columns)] for row in rows
+    ]
+    warning = data_warning([row.config for row in rows])
+    return "\n".join(filter(None, [plain_table(cells), warning]))
+
+
+def write_comparison(runs: Sequence[Path], path: Path) -> Path:
+    """Write a self-contained page with the table, curves and the settings that differ.
+
+    Args:
+        runs: See `comparison_table`.
+        path: HTML file. An existing page of onescan is replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: See `comparison_table`; also if another file exists at the path.
+        OSError: If the page cannot be written. An existing page stays intact.
+    """
+    check_report_path(path)
+    rows = read_rows(runs)
+    count = plural(sum(len(row.runs) for row in rows), "run")
+    folders = [(row.badge, row.name, [str(run.result.folder) for run in row.runs]) for row in rows]
+    return render(
+        "comparison.html",
+        path,
+        kind="comparison",
+        title=f"{count} in {plural(len(rows), 'row')}",
+        lead=f"{LEAD} {data_warning([row.config for row in rows])}".strip(),
+        table=_marked_table(rows),
+        runs=folders,
+        sections=[_over_epochs(rows), _over_time(rows), _settings(rows)],
+    )
+
+
+# Runs and the rows they belong to
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """Read finished runs and group them by recipe, in the order of their first appearance.
+
+    Raises:
+        ValueError: See `comparison_table`.
+    """
+    if not paths:
+        raise ValueError("runs is empty, expected at least one finished run")
+    runs = [read_run(folder) for path in paths for folder in _run_folders(path)]
+    groups = []
+    for recipe in _grouped(runs, _is_same_recipe):
+        seeds_differ = len({run.seed for run in recipe}) == len(recipe)
+        groups += [recipe] if seeds_differ else _grouped(recipe, _is_same_machine)
+    for group in groups:
+        _check_distinct(group)
+        _check_task(groups[0][0], group[0])
+    names = _names([group[0] for group in groups])
+    return [
+        Row(
+            name=name,
+            index=index,
+            runs=tuple(sorted(group, key=lambda run: run.seed)),
+            parameters=sum(p.numel() for p in load(group[0].result.folder).model.parameters()),
+        )
+        for index, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
+
+
+def _run_folders(path: Path) -> list[Path]:
+    if (path / CONFIG).is_file():
+        return [path]
+    seeds = sorted(folder for folder in path.glob("seed-*") if folder.is_dir())
+    if not seeds:
+        raise ValueError(f"{path} holds no run: it has neither {CONFIG} nor folders seed-*")
+    return seeds
+
+
+def _grouped(
+    runs: Iterable[FinishedRun], belong: Callable[[FinishedRun, FinishedRun], bool]
+) -> list[list[FinishedRun]]:
+    groups: list[list[FinishedRun]] = []
+    for run in runs:
+        group = next((group for group in groups if belong(group[0], run)), None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def _is_same_recipe(a: FinishedRun, b: FinishedRun) -> bool:
+    return not config_differences(a.manifest.run, b.manifest.run)
+
+
+def _is_same_machine(a: FinishedRun, b: FinishedRun) -> bool:
+    return machine(a) == machine(b)
+
+
+def _check_distinct(runs: list[FinishedRun]) -> None:
+    for a, b in combinations(runs, 2):
+        if a.seed == b.seed:
+            raise ValueError(
+                f"{a.result.folder} and {b.result.folder} hold the same run, seed {a.seed}, with "
+                "equal settings on equal machines: expected it once"
+            )
+
+
+def _check_task(a: FinishedRun, b: FinishedRun) -> None:
+    folders = f"{a.result.folder} and {b.result.folder}"
+    tasks = [type(run.manifest.run.task).__name__ for run in (a, b)]
+    if tasks[0] != tasks[1]:
+        raise ValueError(f"{folders} are runs of different tasks, {tasks[0]} and {tasks[1]}")
+    if a.manifest.class_names != b.manifest.class_names:
+        raise ValueError(f"{folders} are runs of different tasks: their classes differ")
+
+
+def _names(runs: list[FinishedRun]) -> list[str]:
+    """Return each recipe's name, with the settings that distinguish equal names."""
+    names = []
+    for run in runs:
+        config = run.manifest.run
+        namesakes = [other.manifest.run for other in runs if other.manifest.run.name == config.name]
+        settings = [
+            f"{path} {format_setting(config, path)}"
+            for path in differing_settings(namesakes)[:NAMED_BY]
+        ]
+        same_recipe = [other for other in runs if _is_same_recipe(run, other)]
+        settings += [
+            f"{name} {machine(run)[name]}" for name in differing_machines(same_recipe)[:NAMED_BY]
+        ]
+        names.append(f"{config.name} ({', '.join(settings)})" if settings else config.name)
+    return names
+
+
+# Settings
+
+
+def differing_settings(configs: Sequence[RunConfig]) -> list[str]:
+    """List the dotted paths in which any two recipes differ, except for their names."""
+    found = {
+        path: None for a, b in combinations(configs, 2) for path, *_ in config_differences(a, b)
+    }
+    return [path for path in found if path != NAME]
+
+
+def differing_machines(runs: Sequence[FinishedRun]) -> list[str]:
+    """List the keys of `machine` in which any two runs of the same recipe differ."""
+    found = {
+        name: None
+        for a, b in combinations(runs, 2)
+        if _is_same_recipe(a, b)
+        for name, value in machine(a).items()
+        if value != machine(b)[name]
+    }
+    return list(found)
+
+
+def machine(run: FinishedRun) -> dict[str, str]:
+    """Return a run's machine settings, devices and numbers of processes, as text."""
+    config, environments = run.manifest.run, run.manifest.environments
+    paths = [MACHINE + field.name for field in dataclasses.fields(config.machine)]
+    return {
+        **{path: format_setting(config, path) for path in paths},
+        "device": ", ".join(dict.fromkeys(each.device for each in environments)),
+        "processes": ", ".join(dict.fromkeys(str(each.processes) for each in environments)),
+    }
+
+
+def data_warning(configs: Sequence[RunConfig]) -> str:
+    """Warn if recipes use different data; otherwise return an empty string."""
+    paths = [path.split(".") for path in differing_settings(configs)]
+    found = [".".join(path) for path in paths if path[0] == "data" and path[1] not in READING]
+    if not found:
+        return ""
+    return (
+        f"These runs were trained on different data ({', '.join(found)}), so their accuracies are "
+        "not comparable."
+    )
+
+
+def format_setting(config: RunConfig, path: str) -> str:
+    """Format one setting; a dash if the recipe has no such field."""
+    value: Any = config
+    for name in path.split("."):
+        value = type(value) if name == "type" else getattr(value, name, ABSENT)
+    if dataclasses.is_dataclass(value):
+        value = value if isinstance(value, type) else type(value)
+        return value.__name__.removesuffix("Config")
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value)
+
+
+def _settings(rows: Sequence[Row]) -> Section:
+    """List every setting in which rows differ."""
+    title = "Differing settings"
+    configs, runs = [row.config for row in rows], [row.runs[0] for row in rows]
+    table: list[list[str]] = [
+        [path, *(format_setting(config, path) for config in configs)]
+        for path in differing_settings(configs)
+    ]
+    table += [[name, *(machine(run)[name] for run in runs)] for name in differing_machines(runs)]
+    if not table:
+        return Section(title, lead="None, except for the name.")
+    heads = ["", *(row.badge + row.name for row in rows)]
+    body = [[Markup("<code>{}</code>").format(path), *values] for path, *values in table]
+    html = fragment("table", [heads, *body])
+    return Section(title, [Figure("Settings", html, SETTINGS, columns=3)])
+
+
+# Numbers
+
+
+class Column(NamedTuple):
+    """One column of the table.
+
+    Attributes:
+        head: Title.
+        values: Returns one number for each run of a row.
+        text: Formats a number.
+        better: Which of two numbers is better, if either.
+        least: Returns the smallest difference from a number that is worth marking.
+        is_metric: Whether the standard deviation over seeds is shown.
+    """
+
+    head: str
+    values: Callable[[Row], Sequence[float]]
+    text: Callable[[float], str]
+    better: Literal["higher", "lower"] | None = None
+    least: Callable[[float], float] = lambda value: RELEVANT * abs(value)
+    is_metric: bool = False
+
+    def format(self, row: Row) -> str:
+        """Format the mean over seeds, and the standard deviation of metrics."""
+        number = SeedValues(tuple(self.values(row)))
+        if not self.is_metric or number.std is None:
+            return self.text(number.mean)
+        return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
+
+    def leader(self, values: Sequence[Sequence[float]]) -> int | None:
+        """Return the index of the best row, unless its lead is noise or too small to matter.
+
+        Args:
+            values: Numbers of the runs, for each row.
+        """
+        numbers = [SeedValues(tuple(each)) for each in values]
+        known = [i for i, number in enumerate(numbers) if not math.isnan(number.mean)]
+        known.sort(key=lambda i: numbers[i].mean, reverse=self.better == "higher")
+        if self.better is None or len(known) <= 1:
+            return None
+        first, second = numbers[known[0]], numbers[known[1]]
+        noise = max(first.std or 0.0, second.std or 0.0)
+        is_replicated = first.std is not None and second.std is not None
+        least = noise if self.is_metric and is_replicated else max(noise, self.least(second.mean))
+        return known[0] if abs(first.mean - second.mean) > least else None
+
+
+def table_columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns that follow the names and seeds."""
+    steps = {run.result.steps for row in rows for run in row.runs}
+    return [
+        *(_metric_column(name) for name in rows[0].runs[0].result.metrics),
+        Column("parameters", lambda row: [float(row.parameters)], large),
+        Column("examples/s", _of_runs(lambda run: run.throughput), large, "higher"),
+        Column(
+            "training",
+            _of_runs(lambda run: run.seconds),
+            duration,
+            "lower" if len(steps) == 1 else None,  # fewer steps are not faster
+        ),
+        Column(
+            "waiting", _of_runs(lambda run: run.waiting), percent, "lower", lambda share: RELEVANT
+        ),
+        Column("memory", _of_runs(lambda run: run.memory_mib), memory, "lower"),
+    ]
+
+
+def _of_runs(number: Callable[[FinishedRun], float]) -> Callable[[Row], Sequence[float]]:
+    return lambda row: [number(run) for run in row.runs]
+
+
+def _metric_column(name: str) -> Column:
+    is_accuracy = name.endswith(ACCURACY)
+    return Column(
+        f"test {metric_name(name)}",
+        _of_runs(lambda run: run.result.metrics[name]),
+        lambda value: metric_value(name, value),
+        "higher" if is_accuracy else "lower" if name.endswith("loss") else None,
+        # of an accuracy, compare the errors
+        lambda value: RELEVANT * abs(1 - value if is_accuracy else value),
+        is_metric=True,
+    )
+
+
+def _marked_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the cells of the page's table, with the best of each column marked."""
+    columns = table_columns(rows)
+    leaders = [column.leader([column.values(row) for row in rows]) for column in columns]
+    table = [["", "seeds", *(column.head for column in columns)]]
+    for row in rows:
+        seeds = f"{len(row.runs)} ({', '.join(str(run.seed) for run in row.runs)})"
+        cells = [
+            Markup('<b class="best">{}</b>').format(text) if leader == row.index else text
+            for leader, text in zip(leaders, (each.format(row) for each in columns), strict=True)
+        ]
+        table.append([row.badge + row.name, seeds, *cells])
+    return table
+
+
+# Curves
+
+
+class Axis(NamedTuple):
+    """A horizontal axis: its label, and the position of each of a run's records."""
+
+    label: str
+    positions: Callable[[FinishedRun], Values]
+
+
+def _over_epochs(rows: Sequence[Row]) -> Section:
+    def epochs(run: FinishedRun) -> Values:
+        return np.array([line["epoch"] for line in run.records], float)
+
+    lead = f"{_legend(rows)} An epoch is one pass over the training data."
+    return Section("Over epochs", _figures(rows, Axis("epoch", epochs)), lead)
+
+
+def _over_time(rows: Sequence[Row]) -> Section:
+    longest = max(run.seconds for row in rows for run in row.runs)
+    size, unit = next(
+        (size, unit)
+        for size, unit in ((HOUR, "hours"), (MINUTE, "minutes"), (1, "seconds"))
+        if longest > FEW * size or size == 1
+    )
+
+    def elapsed(run: FinishedRun) -> Values:
+        seconds = [line["seconds"] if line["split"] != "test" else 0 for line in run.records]
+        return np.cumsum(seconds) / size
+
+    lead = (
+        f"{_legend(rows)} Time is that of training steps, without evaluations and checkpoints. It "
+        f"is comparable only between equal machines: {_devices(rows)}."
+    )
+    return Section("Over training time", _figures(rows, Axis(unit, elapsed)), lead)
+
+
+def _legend(rows: Sequence[Row]) -> str:
+    names = ", ".join(f"{row.letter} is {row.name}" for row in rows)
+    several = any(len(row.runs) > 1 for row in rows)
+    return f"{names}." + " Line: mean over seeds; band: lowest to highest seed." * several
+
+
+def _devices(rows: Sequence[Row]) -> str:
+    devices = {
+        row.letter: ", ".join(
+            dict.fromkeys(e.device for run in row.runs for e in run.manifest.environments)
+        )
+        for row in rows
+    }
+    if len(set(devices.values())) == 1:
+        return f"all ran on {devices[rows[0].letter]}"
+    return "; ".join(f"{letter} ran on {names}" for letter, names in devices.items())
+
+
+def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
+    figures = []
+    for name in rows[0].runs[0].result.metrics:
+        is_share = name.endswith(ACCURACY)
+        title = f"test {metric_name(name)}"
+        chart = line_chart(
+            [metric_curve(row, axis, name) for row in rows],
+            x=axis.label,
+            y=title,
+            scale="share" if is_share else "log",
+        )
+        caption = (
+            "At each evaluation on the test set; higher is better."
+            if is_share
+            else "At each evaluation on the test set."
+        )
+        figures.append(Figure(title.capitalize(), chart, caption))
+    if all(has_training_accuracy(row.config) for row in rows):
+        title = "training accuracy"
+        lines = [training_curve(row, axis, "accuracy") for row in rows]
+        chart = line_chart(lines, x=axis.label, y=title, scale="share")
+        caption = "Running mean over batches, of augmented images if the recipe augments them."
+        figures.append(Figure(title.capitalize(), chart, caption))
+    chart = line_chart(
+        [training_curve(row, axis) for row in rows], x=axis.label, y="training loss", scale="log"
+    )
+    caption = (
+        "Running mean over batches. It is comparable only between recipes with equal labels and "
+        "augmentation."
+    )
+    return [*figures, Figure("Training loss", chart, caption)]
+
+
+def metric_curve(row: Row, axis: Axis, name: str) -> Line:
+    """Return a metric at each evaluation."""
+    curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in row.runs]
+    return _over_seeds(row, curves, lambda value: metric_value(name, value))
+
+
+def training_curve(row: Row, axis: Axis, name: str = "loss") -> Line:
+    """Return the running mean of a metric of the training batches, the loss by default."""
+    curves = []
+    for run in row.runs:
+        values = np.maximum(run.column("train", name), SMALLEST)
+        indices = thinned(len(values))
+        curves.append((_positions(axis, run, "train")[indices], smoothed(values, indices)))
+    return _over_seeds(row, curves, percent if name == ACCURACY else "{:.3f}".format)
+
+
+def _over_seeds(
+    row: Row, curves: Sequence[tuple[Values, Values]], text: Callable[[float], str]
+) -> Line:
+    """Average curves over seeds, which have their records at the same steps."""
+    shared = min(len(x) for x, _ in curves)  # a seed may have stopped early
+    x = np.mean([x[:shared] for x, _ in curves], axis=0)
+    values = np.stack([y[:shared] for _, y in curves])
+    mean = values.mean(axis=0)
+    return Line(
+        f"{row.letter} {text(mean[-1])}",
+        series(row.index),
+        x,
+        mean,
+        band=(values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None,
+        style=STYLES[row.index // len(SERIES) % len(STYLES)],
+    )
+
+
+def _positions(axis: Axis, run: FinishedRun, split: Split) -> Values:
+    return axis.positions(run)[[line["split"] == split for line in run.records]]

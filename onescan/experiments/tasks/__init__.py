@@ -1,0 +1,77 @@
+"""Tasks: the training batches, loss and evaluation of each problem.
+
+The tasks are imported on first use. `onescan.configs` finds the class that a config names here.
+"""
+
+from typing import TYPE_CHECKING
+
+from onescan.experiments.tasks.base import Batch as Batch
+from onescan.experiments.tasks.base import BatchPlan as BatchPlan
+from onescan.experiments.tasks.base import Evaluation as Evaluation
+from onescan.experiments.tasks.base import Metrics as Metrics
+from onescan.experiments.tasks.base import Rows as Rows
+from onescan.experiments.tasks.base import Task as Task
+from onescan.experiments.tasks.base import TaskConfig as TaskConfig
+from onescan.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from onescan.experiments.tasks.distillation import DistillationConfig as DistillationConfig
+    from onescan.experiments.tasks.glue import Glue as Glue
+    from onescan.experiments.tasks.glue import GlueConfig as GlueConfig
+    from onescan.experiments.tasks.image_classification import (
+        ImageClassification as ImageClassification,
+    )
+    from onescan.experiments.tasks.image_classification import (
+        ImageClassificationConfig as ImageClassificationConfig,
+    )
+    from onescan.experiments.tasks.image_generation import ImageGeneration as ImageGeneration
+    from onescan.experiments.tasks.image_generation import (
+        ImageGenerationConfig as ImageGenerationConfig,
+    )
+    from onescan.experiments.tasks.language_modelling import LanguageModelling as LanguageModelling
+    from onescan.experiments.tasks.language_modelling import (
+        LanguageModellingConfig as LanguageModellingConfig,
+    )
+    from onescan.experiments.tasks.language_modelling import (
+        MaskedLanguageModelling as MaskedLanguageModelling,
+    )
+    from onescan.experiments.tasks.language_modelling import (
+        MaskedLanguageModellingConfig as MaskedLanguageModellingConfig,
+    )
+    from onescan.experiments.tasks.recall import Recall as Recall
+    from onescan.experiments.tasks.recall import RecallTaskConfig as RecallTaskConfig
+    from onescan.experiments.tasks.sequence_classification import (
+        SequenceClassification as SequenceClassification,
+    )
+    from onescan.experiments.tasks.sequence_classification import (
+        SequenceClassificationConfig as SequenceClassificationConfig,
+    )
+
+# name -> module of this folder that defines it
+_MODULES = {
+    "Batch": "base",
+    "BatchPlan": "base",
+    "DistillationConfig": "distillation",
+    "Evaluation": "base",
+    "Glue": "glue",
+    "GlueConfig": "glue",
+    "ImageClassification": "image_classification",
+    "ImageClassificationConfig": "image_classification",
+    "ImageGeneration": "image_generation",
+    "ImageGenerationConfig": "image_generation",
+    "LanguageModelling": "language_modelling",
+    "LanguageModellingConfig": "language_modelling",
+    "MaskedLanguageModelling": "language_modelling",
+    "MaskedLanguageModellingConfig": "language_modelling",
+    "Metrics": "base",
+    "Recall": "recall",
+    "RecallTaskConfig": "recall",
+    "Rows": "base",
+    "SequenceClassification": "sequence_classification",
+    "SequenceClassificationConfig": "sequence_classification",
+    "Task": "base",
+    "TaskConfig": "base",
+}
+
+__all__ = list(_MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

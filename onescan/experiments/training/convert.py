@@ -1,0 +1,264 @@
+"""Convert models from and to other libraries, and save the results."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from PIL import Image
+from torch import nn
+
+from onescan import __version__, configs, zoo
+from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.run_folder import write_config
+from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
+from onescan.checks import check_choice
+from onescan.experiments.data import ImageDatasetConfig
+from onescan.experiments.tasks.image_classification import ImageClassificationConfig
+from onescan.experiments.training.config import RunConfig
+from onescan.experiments.training.folder import Manifest
+from onescan.experiments.training.sampling import INDEX, load_pipeline
+from onescan.inference.loading import is_run, load, load_language_model
+from onescan.inputs import ImageFormat
+from onescan.inputs.tokenizer import TextFormat, load_tokenizer
+from onescan.integrations.weights import convert_back, convert_model, read
+from onescan.integrations.weights.source import find
+from onescan.models.denoiser import Denoiser
+from onescan.models.image_classifier import ImageClassifier
+
+PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
+TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+Library = Literal["onescan", "transformers", "diffusers"]
+Write = Callable[..., object]  # writes a folder, given its temporary path and its name
+NO_DATA = "unknown"  # path of the data that a converted model was trained on
+
+
+def convert(
+    source: str | Path | nn.Module,
+    out: str | Path | None = None,
+    *,
+    to: Library = "onescan",
+    num_heads: int | None = None,
+) -> nn.Module:
+    """Convert a model of another library with its weights to a native model, or back.
+
+    See the guide "Convert weights of other libraries" for the supported models. Only safetensors
+    files are read, nothing is unpickled, and no code of the source is executed.
+
+    Args:
+        source: A folder with config.json and safetensors files, a safetensors file, a name on the
+            Hugging Face Hub, or a model in memory. If `to` is another library: a native model, or a
+            name that `onescan.load`, ``onescan generate`` or ``onescan sample`` accepts.
+        out: Folder to write, or ``None``. It contains an image classifier as a run for `load`, a
+            language model with its tokenizer for transformers' ``from_pretrained``, or a denoiser
+            as a pipeline of diffusers. If `to` is another library, the folder is for the
+            ``from_pretrained`` of that library and includes the tokenizer or image processor.
+        to: "onescan"; or "transformers" or "diffusers", to convert a native model with softmax
+            attention to the same architecture in that library.
+        num_heads: Number of attention heads, for tensors without a config. Default: that of the
+            published model of the same width.
+
+    Returns:
+        The model on the CPU, in evaluation mode and in the source's dtype. `out` is in float32 for
+        image classifiers.
+
+    Raises:
+        FileNotFoundError: If there is no such file or folder.
+        ValueError: If the architecture or a setting is not supported, a tensor is missing, unused
+            or of another shape (names it), `out` exists and is not empty, or `source` cannot be
+            read; if `to` is another library, also if it has no such model, or no counterpart of a
+            config field (names it).
+        ImportError: If transformers or diffusers is required and not installed.
+    """
+    check_choice("to", to, get_args(Library))
+    if out is not None and Path(out).exists() and not _is_empty(Path(out)):
+        raise ValueError(f"out is {str(out)!r}, which exists, expected a new folder")
+    if to != "onescan" and num_heads is not None:
+        raise ValueError(f"num_heads is {num_heads} with to={to!r}, expected None")
+    model, write = _import(source, num_heads) if to == "onescan" else _export(source, to)
+    if out is not None:
+        out = Path(out)
+        if out.exists():
+            out.rmdir()
+        write_atomically(out, partial(write, name=out.name))
+    return model
+
+
+def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.Module, Write]:
+    place = source if isinstance(source, nn.Module) else find(source)
+    if not isinstance(place, nn.Module) and is_run(place):
+        raise ValueError(
+            f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
+            "it to another library"
+        )
+    foreign = read(place, num_heads=num_heads)
+    if is_native(foreign.fields):
+        raise ValueError(
+            f"source is {str(source)!r}, which is a model of onescan; to='transformers' or "
+            "'diffusers' converts it to another library"
+        )
+    model, folder = convert_model(foreign), None
+    config: Any = model.config
+    heads = config.mixer.num_heads
+    if num_heads not in (None, heads):
+        raise ValueError(f"num_heads is {num_heads}, but the source has {heads} heads")
+    if not isinstance(place, nn.Module):
+        folder = place if place.is_dir() else place.parent
+    return model, partial(_write, model=model, fields=foreign.fields, folder=folder)
+
+
+def is_native(fields: Mapping[str, Any]) -> bool:
+    """Return whether the config of a folder of transformers or diffusers is a native model's."""
+    return str(fields.get("model_type")).startswith("onescan_") or (
+        fields.get("_class_name") == "DenoiserModel"
+    )
+
+
+def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Write]:
+    native, fields, save_more = _load(source)
+    model = convert_back(native, library, **fields)
+
+    def write(out: Path, name: str) -> None:
+        model.save_pretrained(out)
+        save_more(out)
+
+    return model, write
+
+
+def _load(
+    source: str | Path | nn.Module,
+) -> tuple[nn.Module, dict[str, Any], Callable[[Path], object]]:
+    """Return a native model, fields of transformers' config, and a function that saves the rest.
+
+    The rest is the tokenizer or the image processor, if there is one.
+    """
+    if isinstance(source, nn.Module):
+        return source, {}, lambda out: None
+    path = zoo.resolve(Path(source))
+    if (path / INDEX).is_file():
+        return load_pipeline(path).transformer.to_onescan(), {}, lambda out: None
+    run = load(path) if is_run(path) else None
+    if run is None or isinstance(run.format, TextFormat):
+        model, tokenizer = load_language_model(str(source))
+        special = tokenizer.to_transformers()
+        ids = {name: getattr(special, name, None) for name in TOKEN_IDS}
+        return model, {k: v for k, v in ids.items() if v is not None}, tokenizer.save
+    if isinstance(run.format, ImageFormat) and isinstance(run.model, ImageClassifier):
+        names = dict(enumerate(run.class_names))
+        fields = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+        return run.model, fields, image_processor(run.format).save_pretrained
+    return run.model, {}, lambda out: None
+
+
+def image_processor(form: ImageFormat) -> Any:
+    """Return an image processor of transformers that prepares color images according to a format.
+
+    Raises:
+        ValueError: If images are grayscale, or cropped and not square.
+    """
+    from transformers import CLIPImageProcessor, ViTImageProcessor  # slow
+
+    if form.channels != 3:  # noqa: PLR2004
+        raise ValueError(
+            f"the images have {form.channels} channel, expected 3: transformers' image processors "
+            "read color images"
+        )
+    size = {"height": form.height, "width": form.width}
+    options: dict[str, Any] = {
+        "resample": Image.Resampling.BICUBIC,
+        "image_mean": list(form.mean),
+        "image_std": list(form.std),
+    }
+    if form.crop is None:
+        return ViTImageProcessor(size=size, **options)
+    if form.height != form.width:
+        raise ValueError(
+            f"the images have crop {form.crop} and size {tuple(size.values())}, expected crop None "
+            "or a square"
+        )
+    shorter = round(form.height / form.crop)
+    return CLIPImageProcessor(size={"shortest_edge": shorter}, crop_size=size, **options)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _write(
+    out: Path, *, name: str, model: nn.Module, fields: Mapping[str, Any], folder: Path | None
+) -> None:
+    if isinstance(model, ImageClassifier):
+        _write_run(out, name, model, fields, folder)
+    elif isinstance(model, Denoiser):
+        from onescan.integrations.diffusers import to_diffusers
+
+        to_diffusers(model).save_pretrained(out)
+    else:
+        from onescan.integrations.transformers import to_transformers
+
+        ids = {name: fields[name] for name in TOKEN_IDS if fields.get(name) is not None}
+        to_transformers(model, **ids).save_pretrained(out)
+        if folder is not None and any((folder / file).is_file() for file in TOKENIZERS):
+            load_tokenizer(str(folder)).save(out)
+
+
+def _write_run(
+    out: Path, name: str, model: ImageClassifier, fields: Mapping[str, Any], folder: Path | None
+) -> None:
+    height, width = model.config.image_size
+    pixels = _pixels(fields, folder, height)
+    if len(pixels["mean"]) != model.config.channels:
+        raise ValueError(
+            f"the source has {model.config.channels} channel, but its {PREPROCESSOR} states no "
+            "image_mean and image_std of as many numbers"
+        )
+    names = fields.get("id2label") or fields.get("label_names") or range(model.config.num_classes)
+    if isinstance(names, Mapping):
+        names = [label for _, label in sorted(names.items(), key=lambda item: int(item[0]))]
+    class_names = tuple(map(str, names))
+    form = ImageFormat(channels=model.config.channels, height=height, width=width, **pixels)
+    data = ImageDatasetConfig(
+        path=NO_DATA,
+        class_names=class_names,
+        image_size=(height, width),
+        channels=1 if form.channels == 1 else 3,
+        mean=form.mean,
+        std=form.std,
+        test_crop=form.crop,
+    )
+    task = ImageClassificationConfig()
+    manifest = Manifest(
+        onescan=__version__,
+        run=RunConfig(name=name, model=model.config, data=data, task=task),
+        format=form,
+        class_names=class_names,
+        examples=0,
+        environments=(),
+    )
+    out.mkdir()
+    weights = {name: tensor.float() for name, tensor in whole_weights(model).items()}
+    save_weights(out / WEIGHTS, weights, {})
+    write_config(out, configs.to_dict(manifest))
+
+
+def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict[str, Any]:
+    """Return the mean, the standard deviation and the crop of images; ImageNet's by default."""
+    found: dict[str, Any] = {"mean": ImageDatasetConfig.mean, "std": ImageDatasetConfig.std}
+    if (timm := fields.get("pretrained_cfg")) is not None:
+        return {
+            "mean": tuple(timm.get("mean", found["mean"])),
+            "std": tuple(timm.get("std", found["std"])),
+            "crop": timm.get("crop_pct"),
+        }
+    if folder is None or not (folder / PREPROCESSOR).is_file():
+        return found
+    settings = json.loads((folder / PREPROCESSOR).read_bytes())
+    found["mean"] = tuple(settings.get("image_mean", found["mean"]))
+    found["std"] = tuple(settings.get("image_std", found["std"]))
+    size = settings.get("size")
+    if settings.get("do_center_crop") and size is not None:
+        side = min(size.values()) if isinstance(size, Mapping) else size
+        found["crop"] = min(1.0, height / side)
+    return found

@@ -1,0 +1,218 @@
+"""Attention transfer: train new mixers to reproduce those of a teacher, layer by layer.
+
+L = mean over layers of sum_t |m'(x_t) - m(x_t)|^2 / sum_t |m(x_t)|^2
+
+m and m' are the mixers of teacher and student in one layer, and x is the input of the teacher's
+mixer, so layers learn independently of each other. The sums are over all real tokens of a batch,
+also if it is split over processes or gradient accumulation steps. A student that outputs zeros has
+a loss of 1.
+
+Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps and does not
+normalize the loss. Hedgehog, arXiv:2402.04347, matches attention weights instead, which mixers with
+an output norm or gate do not have.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onescan.experiments.tasks import Batch, Task
+from onescan.experiments.training.config import RunConfig, TransferConfig
+from onescan.inference.loading import PretrainedModel, load_pretrained_model
+from onescan.inputs import GridFormat
+from onescan.layers.block import Block, lower_bound_of_each
+from onescan.layers.mixers import LowerBounds
+from onescan.ops.collectives import sum_over_ranks
+from onescan.ops.parallel import in_current_group, sequence_group
+from onescan.shapes import LowerBound
+
+STANDARDIZATION = ("channels", "mean", "std")
+
+PerLayer = Float[Tensor, " layers"]
+Average = Callable[[PerLayer], PerLayer]
+
+
+def average_over_ranks(x: PerLayer) -> PerLayer:
+    """Average over the ranks of `sequence_parallel`, if any."""
+    (total,) = sum_over_ranks(x)
+    group = sequence_group(None)
+    return total if group is None else total / group.size
+
+
+class _FinishedError(Exception):
+    """Ends the teacher's forward pass after its last block."""
+
+
+class AttentionTransfer:
+    """The loss of attention transfer from a teacher, which is loaded by the first call."""
+
+    def __init__(self, config: TransferConfig, teacher: str) -> None:
+        self.config, self.name = config, teacher
+        self.teacher: nn.Module | None = None
+
+    @classmethod
+    def of(cls, run: RunConfig) -> "AttentionTransfer | None":
+        """Return the loss of a run; None if it has no attention transfer."""
+        if run.transfer is None:
+            return None
+        if not run.init_from:
+            raise ValueError(f"init_from is {run.init_from!r}, expected a teacher for transfer")
+        return cls(run.transfer, run.init_from)
+
+    def loss(
+        self,
+        student: nn.Module,
+        task: Task,
+        batch: Batch,
+        average: Average = average_over_ranks,
+    ) -> Float[Tensor, ""]:
+        """Return the loss of a batch of the task. Only mixers receive a gradient.
+
+        The teacher reads the batch in evaluation mode, up to its last block, and each mixer of the
+        student runs right after the teacher's. Only activations inside the student's mixers are
+        stored for the backward pass.
+
+        Args:
+            student: Model to train.
+            task: Task of the batch.
+            batch: Batch, or this process's part of it.
+            average: Function of the `norms` of this part that returns the divisors of the errors:
+                if a batch has several parts, the sum of the norms of all parts, averaged over the
+                processes, because losses are averaged over them too.
+
+        Raises:
+            ValueError: If the teacher cannot be read, has other blocks than the student, or reads
+                images of another standardization; or if the student's mixers cannot be trained
+                separately.
+        """
+        teacher, ours = self._matched(student, task)
+        module = next((m for m in student.modules() if isinstance(m, LowerBounds)), None)
+        bounds = lower_bound_of_each(nn.ModuleList(ours), module)
+        errors, norms = _zeros(ours), _zeros(ours)
+
+        def compare(i: int, output: Tensor, *inputs: Any, keep: Tensor | None) -> None:
+            target = output.float()
+            with torch.enable_grad():
+                y = _mix(ours[i], bounds[i], *inputs, keep=keep)
+                errors[i] = errors[i] + (y.float() - target).square().sum()
+            norms[i] = norms[i] + target.square().sum()
+
+        _run(teacher, task, batch, compare)
+        divisors = average(torch.stack(norms)).clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.stack(errors).div(divisors).mean()
+
+    def norms(self, student: nn.Module, task: Task, batch: Batch) -> PerLayer:
+        """Return the squared norm of the output of each of the teacher's mixers.
+
+        Raises:
+            ValueError: See `loss`.
+        """
+        teacher, ours = self._matched(student, task)
+        norms = _zeros(ours)
+
+        def measure(i: int, output: Tensor, *_: Any, keep: Tensor | None) -> None:
+            del keep
+            norms[i] = norms[i] + output.float().square().sum()
+
+        _run(teacher, task, batch, measure)
+        return torch.stack(norms)
+
+    def load(self, task: Task, device: torch.device) -> nn.Module:
+        """Load the teacher, if it is not loaded yet.
+
+        Raises:
+            FileNotFoundError, ImportError: See `load_pretrained_model`.
+            ValueError: If it cannot be read, or reads images of another standardization.
+        """
+        if self.teacher is None:
+            with torch.random.fork_rng(devices=[]):  # keep the random state of this step
+                loaded = load_pretrained_model(self.name)
+            _check_format(loaded, task)
+            self.teacher = loaded.model.requires_grad_(False).to(device)
+        return self.teacher
+
+    def release(self) -> None:
+        """Free the teacher's memory."""
+        self.teacher = None
+
+    def _matched(self, student: nn.Module, task: Task) -> tuple[nn.Module, list[Block]]:
+        """Return the teacher, and the student's blocks, which correspond to the teacher's."""
+        teacher = self.load(task, next(student.parameters()).device)
+        theirs, ours = _blocks(teacher), _blocks(student)
+        if not theirs or len(theirs) != len(ours):
+            raise ValueError(
+                f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected "
+                f"{len(ours)}, as in the model, and at least one"
+            )
+        if any(block.reads_embedding for block in ours):
+            raise ValueError(
+                "transfer is set, but model.mixer reads the embedding, which differs between "
+                "teacher and student; expected another mixer or transfer None"
+            )
+        return teacher, ours
+
+
+@torch.no_grad()
+def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]) -> None:
+    """Apply the teacher up to its last block; call read(i, output, *inputs) after mixer i."""
+
+    def reading(i: int) -> Callable[..., Any]:
+        def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
+            read(i, output[0], *inputs, keep=options.get("keep"))
+            return output[0], None  # drop the teacher's state, such as a cache of keys
+
+        return hook
+
+    with ExitStack() as hooks:
+        blocks = _blocks(teacher)
+        for i, block in enumerate(blocks):
+            hook = block.mixer.register_forward_hook(reading(i), with_kwargs=True)
+            hooks.callback(hook.remove)
+        hooks.callback(blocks[-1].register_forward_hook(_finish).remove)
+        with suppress(_FinishedError):
+            task.loss(teacher, batch)
+
+
+def _blocks(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def _zeros(blocks: list[Block]) -> list[Tensor]:
+    """Return a zero for each block, on its device."""
+    device = next(blocks[0].parameters()).device
+    return [torch.zeros((), device=device) for _ in blocks]
+
+
+def _mix(
+    block: Block, bound: LowerBound | None, x: Tensor, grid: Any, *, keep: Tensor | None
+) -> Tensor:
+    """Apply a block's mixer; recompute it in the backward pass where the block would be."""
+    options: dict[str, Any] = {"keep": keep} | ({} if bound is None else {"lower_bound": bound})
+    if block.recompute:
+        run = in_current_group(block.mixer)
+        y, _ = checkpoint(run, x, grid, use_reentrant=False, **options)
+    else:
+        y, _ = block.mixer(x, grid, **options)
+    return y
+
+
+def _finish(*_: Any) -> None:
+    raise _FinishedError
+
+
+def _check_format(teacher: PretrainedModel, task: Task) -> None:
+    """Raise ValueError if images are standardized differently for teacher and student."""
+    if not (isinstance(teacher.format, GridFormat) and isinstance(task.format, GridFormat)):
+        return
+    for name in STANDARDIZATION:
+        theirs, ours = getattr(teacher.format, name), getattr(task.format, name)
+        if theirs != ours:
+            raise ValueError(
+                f"data.{name} is {ours}, expected {theirs}, as in the training of init_from "
+                f"{teacher.name!r}"
+            )

@@ -1,0 +1,1 @@
+"""Use trained models: load them, classify images and texts, generate and complete text."""

@@ -1,0 +1,198 @@
+"""Load trained models: a run, or a language model with its tokenizer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onescan import __version__, configs, zoo
+from onescan.checkpoint.files import damaged, is_number
+from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
+from onescan.checkpoint.weights import REMEDY, load_model
+from onescan.checks import HUB_NAME
+from onescan.configs import ModelConfig
+from onescan.inputs import Format
+from onescan.messages import named_type
+
+if TYPE_CHECKING:
+    from onescan.inputs.tokenizer import Tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A trained model, with its input format and classes."""
+
+    folder: Path
+    run: Mapping[str, Any]
+    """The section ``run`` of config.json, in JSON types: the configs of the model, the data, the
+    task and the training. `onescan.experiments.training.run_config` reads it as a `RunConfig`."""
+    model: nn.Module
+    """On the CPU, in evaluation mode."""
+    format: Format
+    """How to convert raw input to the model's input: ``format.model_input(images)`` for grids."""
+    class_names: tuple[str, ...]
+    metrics: dict[str, float]
+    """Metrics of these weights on held-out data; empty if they were not evaluated."""
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Load a trained model from its run's folder, or from any file in that folder.
+
+    The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
+    "zoo/NAME" loads weights that come with the package, unless there is a local path of that name.
+    The model is in float32, even if the weights are stored in float16.
+
+    Nothing is unpickled, and no module outside the package is imported: import the module of a
+    custom model first.
+
+    Raises:
+        FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
+        ValueError: If `path` is not a path, the folder holds no run or was written by an
+            unsupported version, or if the weights are damaged (names the file), do not match the
+            model or do not fit into memory.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path is {path!r}, expected the folder of a run")
+    path = zoo.resolve(Path(path))
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run at {path}")
+    folder, weights = locate(path)
+    if path != folder and not (folder / CONFIG).is_file():
+        raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
+    data = read_config(folder)
+    try:
+        model_config: Any = configs.from_dict(ModelConfig, *_section(data, "run", "model"))  # type: ignore[type-abstract]
+        format = configs.from_dict(Format, *_section(data, "format"))
+        class_names = configs.from_dict(tuple[str, ...], *_section(data, "class_names"))
+    except ValueError as error:
+        versions = f"written by onescan {data['onescan']}, read by {__version__}"
+        raise ValueError(f"{folder / CONFIG}: {error} ({versions})") from error
+    with torch.random.fork_rng(devices=[]):  # keep the caller's random state
+        model, notes = load_model(weights, model_config)
+    return Checkpoint(
+        folder=folder,
+        run=data["run"],
+        model=model,
+        format=format,
+        class_names=class_names,
+        metrics=_metrics(notes, weights),
+    )
+
+
+def _section(data: dict[str, Any], *path: str) -> tuple[Any, str]:
+    """Return a section of config.json, and its dotted path."""
+    section: Any = data
+    for depth, name in enumerate(path, start=1):
+        if not isinstance(section, dict) or name not in section:
+            raise ValueError(f"{'.'.join(path[:depth])} is missing")
+        section = section[name]
+    return section, ".".join(path)
+
+
+def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
+    metrics = notes.get("metrics", {})
+    if isinstance(metrics, dict) and all(map(is_number, metrics.values())):
+        return metrics
+    raise damaged(path, metrics, REMEDY)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is a run's folder, or a file in one."""
+    try:
+        return has_run_config(path if path.is_dir() else path.parent)
+    except (OSError, ValueError):
+        return False
+
+
+def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
+    """Load a language model, on the CPU in evaluation mode, and its tokenizer.
+
+    No code from the folder is executed.
+
+    Args:
+        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
+            package; or a folder or hub name of a model and a tokenizer saved by transformers'
+            `save_pretrained`.
+
+    Raises:
+        ValueError: If there is no such model, it is of another class, or has no tokenizer.
+        FileNotFoundError: If there is no such path, or the run has not saved any weights.
+        ImportError: If transformers is needed and not installed.
+    """
+    from onescan.inputs.tokenizer import TextFormat, load_tokenizer
+    from onescan.models.causal_lm import CausalLM
+    from onescan.models.masked_lm import MaskedLM
+
+    if _is_pretrained(name):
+        try:
+            model = _load_pretrained(name)  # first, because its errors name what the folder holds
+        except ImportError:
+            load_tokenizer(name)  # explains what is missing
+            raise
+        tokenizer = load_tokenizer(name)
+    else:
+        run = load(name)
+        if not isinstance(run.model, CausalLM | MaskedLM):
+            kind = named_type(run.model)
+            raise ValueError(f"{name!r} holds {kind}, expected a CausalLM or MaskedLM")
+        if not isinstance(run.format, TextFormat):
+            raise ValueError(f"{name!r} was trained on {type(run.format).__name__}, not on text")
+        tokenizer, model = run.format.open(run.folder), run.model
+    tokenizer.check_vocabulary(model.config.vocab_size)
+    return model, tokenizer
+
+
+def _is_pretrained(name: str) -> bool:
+    """Return whether a name is for transformers: a folder with its config, or a hub name."""
+    path = zoo.resolve(Path(name))
+    if path.exists():
+        return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
+    return re.fullmatch(HUB_NAME, name) is not None
+
+
+def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
+    from onescan.integrations.transformers import load_pretrained  # slow
+
+    return load_pretrained(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedModel:
+    """A trained model to start from."""
+
+    name: str
+    """Path or name, as given by the user."""
+    model: nn.Module
+    """On the CPU, in evaluation mode."""
+    format: Format | None
+    """Input format of a run; None for a model of transformers."""
+    class_names: tuple[str, ...] = ()
+    """Class names of a run; empty for a model of transformers."""
+
+
+def load_pretrained_model(name: str) -> PretrainedModel:
+    """Load a model to start from. Nothing is unpickled, and no code from its folder is executed.
+
+    Args:
+        name: A run's folder or its best.safetensors; "zoo/NAME" for weights that come with the
+            package; or a folder or hub name of a language model that onescan wrote with
+            transformers' `save_pretrained`.
+
+    Raises:
+        ValueError: If there is no such model, or it is damaged.
+        FileNotFoundError: If the run has not saved any weights.
+        ImportError: If transformers is needed and not installed.
+    """
+    if _is_pretrained(name):
+        return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
+    run = load(name)
+    return PretrainedModel(
+        name=name, model=run.model, format=run.format, class_names=run.class_names
+    )

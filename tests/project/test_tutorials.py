@@ -1,0 +1,84 @@
+"""The tutorials: MyST Markdown notebooks whose code cells run offline on a CPU, in one process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INDEX = ROOT / "docs" / "tutorials" / "index.md"
+TUTORIALS = sorted(set(INDEX.parent.glob("*.md")) - {INDEX})
+LIMIT = 600  # seconds; a tutorial computes for less than one minute, but the machine may be busy
+FRONT_MATTER = """---
+jupytext:
+  text_representation:
+    extension: .md
+    format_name: myst
+kernelspec:
+  display_name: Python 3
+  language: python
+  name: python3
+---
+
+# """
+
+
+def script_of(page):
+    """Return the code cells as a script, with every line at its line number in the page."""
+    lines, inside = [], False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            inside = line.startswith("```{code-cell}")
+            line = ""
+        is_option = re.match(r":[\w-]+:", line)
+        lines.append(line if inside and not is_option else "")
+    return "\n".join(lines) + "\n"
+
+
+def test_code_cells_keep_their_line_numbers():
+    page = (
+        "# A\n```{code-cell} ipython3\n:tags: [hide-output]\nx = 1\n```\n```python\ny\n```\nend\n"
+    )
+    assert script_of(page) == "\n\n\nx = 1\n\n\n\n\n\n"
+
+
+def test_the_index_lists_every_tutorial():
+    tree = re.search(r"^```\{toctree\}\n(.*?)^```", INDEX.read_text(), re.MULTILINE | re.DOTALL)[1]
+    listed = [line for line in tree.splitlines() if line and not line.startswith(":")]
+    linked = re.findall(r"\]\((\w+)\.md\)", INDEX.read_text())
+    assert sorted(listed) == sorted(linked) == [path.stem for path in TUTORIALS]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_is_a_notebook(path):
+    page = path.read_text()
+    assert page.startswith(FRONT_MATTER)
+    compile(script_of(page), path, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs(path, tmp_path):
+    script = tmp_path / "tutorial.py"
+    script.write_text(script_of(path.read_text()))
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "ONESCAN_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "agg",
+        "OMP_NUM_THREADS": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout
