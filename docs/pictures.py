@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 import onescan
 from onescan.experiments.data import Example
 from onescan.experiments.report.mixers import key_shares
+from onescan.experiments.training import build_task
 
 PICTURE = Path(__file__).parent / "images" / "key_importance.png"
 BLOCK = 1  # the second block, the first one whose heads differ clearly
@@ -19,7 +20,7 @@ BLOCK = 1  # the second block, the first one whose heads differ clearly
 def key_importance(run: Path) -> Figure:
     """Draw one test digit of each class, and below it the key importance in each head."""
     checkpoint = onescan.load(run)
-    test = checkpoint.config.data.build().test
+    test = build_task(checkpoint).test
     chosen = [Example(int((test.labels == label).int().argmax())) for label in range(10)]
     pixels, _ = test.read(chosen).batch
     images = checkpoint.format.model_input(pixels)

@@ -63,22 +63,17 @@ def to_dict(config: Any) -> dict[str, Any]:
     return _fields_to_plain(config, "")
 
 
-def from_dict(cls: type[ConfigT], data: Any, path: str = "") -> ConfigT:
+def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
     """Build a config of class `cls` from the output of `to_dict`.
 
     Missing fields take their defaults. An int is accepted for a float, and a list for a tuple.
-
-    Args:
-        cls: Class of the config, or another type that a field of a config may have.
-        data: JSON types.
-        path: Dotted path of `data`, for messages.
 
     Raises:
         ValueError: If a field is unknown or missing, a value has the wrong type, or a "type" is not
             an imported class; names the dotted path and what is expected.
     """
     try:
-        config: ConfigT = _load(data, cls, path)
+        config: ConfigT = _load(data, cls, "")
     except RecursionError as error:
         raise ValueError("the config is nested too deeply") from error
     return config

@@ -67,33 +67,49 @@ def load(path: str | Path) -> Checkpoint:
     if path != folder and not (folder / CONFIG).is_file():
         raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
     data = read_config(folder)
-    try:
-        model_config: Any = configs.from_dict(ModelConfig, *_section(data, "run", "model"))  # type: ignore[type-abstract]
-        format = configs.from_dict(Format, *_section(data, "format"))
-        class_names = configs.from_dict(tuple[str, ...], *_section(data, "class_names"))
-    except ValueError as error:
-        versions = f"written by onescan {data['onescan']}, read by {__version__}"
-        raise ValueError(f"{folder / CONFIG}: {error} ({versions})") from error
+    header = _parse(data, folder / CONFIG)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
-        model, notes = load_model(weights, model_config)
+        model, notes = load_model(weights, header.run.model)
     return Checkpoint(
         folder=folder,
         run=data["run"],
         model=model,
-        format=format,
-        class_names=class_names,
+        format=header.format,
+        class_names=header.class_names,
         metrics=_metrics(notes, weights),
     )
 
 
-def _section(data: dict[str, Any], *path: str) -> tuple[Any, str]:
-    """Return a section of config.json, and its dotted path."""
-    section: Any = data
-    for depth, name in enumerate(path, start=1):
-        if not isinstance(section, dict) or name not in section:
-            raise ValueError(f"{'.'.join(path[:depth])} is missing")
-        section = section[name]
-    return section, ".".join(path)
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    model: ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """The part of config.json that a model needs; `Manifest` is all of it."""
+
+    run: _Run
+    format: Format
+    class_names: tuple[str, ...]
+
+
+def _parse(data: dict[str, Any], path: Path) -> _Header:
+    """Read the parts of config.json that belong to the model.
+
+    Raises:
+        ValueError: If one of them is missing or damaged, or names a class that is not imported.
+    """
+    parts: dict[str, Any] = {
+        name: data[name] for name in ("run", "format", "class_names") if name in data
+    }
+    if isinstance(run := data.get("run"), dict):
+        parts["run"] = {"model": run["model"]} if "model" in run else {}
+    try:
+        return configs.from_dict(_Header, parts)
+    except ValueError as error:
+        versions = f"written by onescan {data['onescan']}, read by {__version__}"
+        raise ValueError(f"{path}: {error} ({versions})") from error
 
 
 def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:

@@ -37,10 +37,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import onescan
 from onescan import __version__, allocation, configs
 from onescan.checkpoint import files, weights
-from onescan.experiments.tasks import ImageClassification, classify
+from onescan.experiments.tasks import ImageClassification
 from onescan.experiments.training import distributed, evaluate, logging, read_metrics, train
 from onescan.experiments.training.folder import read_manifest, read_result
+from onescan.experiments.training.runs import build_task, run_config
 from onescan.experiments.training.state import last_state
+from onescan.inference.classification import classify
 from onescan.inference.loading import load
 from onescan.inputs import Format, read_image
 from onescan.layers.mixers import LightNetMixerConfig
@@ -418,7 +420,7 @@ def test_a_run_without_a_checkpoint_is_replaced(tmp_path, whole):
         train(configs.replace(tiny_run(), {"model.num_classes": 4}), folder)
     (folder / "notes.txt").write_text("mine")
     assert_same(train(tiny_run(), folder), whole)
-    assert load(folder).config == tiny_run()
+    assert run_config(folder) == tiny_run()
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -456,12 +458,12 @@ def test_image_files_are_classified(whole, tmp_path):
 def test_a_trained_model_is_loaded(whole):
     for path in [whole.folder, str(whole.folder), whole.folder / "model.safetensors"]:
         checkpoint = load(path)
-        assert checkpoint.config == tiny_run()
+        assert run_config(path) == tiny_run()
         assert checkpoint.class_names == ("rows", "columns", "noise")
         assert checkpoint.metrics == whole.metrics
         assert checkpoint.folder == whole.folder
         assert not checkpoint.model.training
-        task = checkpoint.config.task.build(checkpoint.config.data.build())
+        task = build_task(checkpoint)
         assert checkpoint.format == task.format
         assert evaluate(checkpoint.model, task).metrics == whole.metrics
 
@@ -808,17 +810,29 @@ def test_a_missing_weight_is_named(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("read", "change", "says"),
     [
-        (lambda data: data["run"]["training"].update(ema=0.9), r"run\.training\.ema is unknown"),
-        (lambda data: data["run"]["model"].update(type="Nowhere"), r"run\.model\.type 'Nowhere'"),
+        (run_config, lambda run: run["training"].update(ema=0.9), r"run\.training\.ema is unknown"),
+        (
+            run_config,
+            lambda run: run["model"].update(type="Nowhere"),
+            r"run\.model\.type 'Nowhere'",
+        ),
+        (load, lambda run: run["model"].update(type="Nowhere"), r"run\.model\.type 'Nowhere'"),
+        (load, lambda run: run.pop("model"), r"run\.model is missing"),
     ],
 )
-def test_a_config_with_unknown_parts_is_refused(whole, tmp_path, change, says):
+def test_a_config_with_unknown_parts_is_refused(whole, tmp_path, read, change, says):
     folder = copy(whole.folder, tmp_path)
-    edit(folder, change)
+    edit(folder, lambda data: change(data["run"]))
     with pytest.raises(ValueError, match=rf"config\.json: {says}.*written by onescan 0"):
-        load(folder)
+        read(folder)
+
+
+def test_a_model_is_loaded_whatever_its_data_was(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    edit(folder, lambda data: data["run"]["data"].update(type="DataOfAnotherProject"))
+    assert load(folder).run["data"]["type"] == "DataOfAnotherProject"
 
 
 @pytest.mark.parametrize("version", ["0.8.0", "0.99.0", "9.0", "x"])
@@ -835,7 +849,7 @@ def test_an_edited_config_warns(whole, tmp_path, caplog):
     load(folder)
     assert not caplog.messages
     edit(folder, lambda data: data["run"]["training"].update(epochs=5))
-    assert load(folder).config.training.epochs == 5
+    assert load(folder).run["training"]["epochs"] == 5
     (warning,) = caplog.messages
     assert "config.json has changed" in warning
 

@@ -202,12 +202,12 @@ def test_classes_of_the_package_are_imported_when_a_config_names_them():
 
 def test_packages_export_all_their_configs():
     for module in pkgutil.walk_packages(onescan.__path__, "onescan."):
-        if module.name.split(".")[1] in ("data", "models", "tasks"):
+        if {"inputs", "data", "models", "tasks"} & set(module.name.split(".")):
             importlib.import_module(module.name)
     for base, package in (
         (configs.ModelConfig, onescan),
         (DataConfig, onescan.experiments.data),
-        (Format, onescan.experiments.data),
+        (Format, onescan.inputs),
         (TaskConfig, onescan.experiments.tasks),
     ):
         names = {

@@ -18,8 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from test_sample_command import save_run
-from test_transformers_text import BOTH, CAUSAL, causal
-from tiny_language_models import masked
+from tiny_language_models import BOTH, CAUSAL, causal, masked
 from tiny_run import interrupt, tiny_run
 from tiny_tokenizers import word_tokenizer
 

@@ -11,9 +11,9 @@ import torch
 from PIL import Image, ImageOps, PngImagePlugin
 from torch.testing import assert_close
 
-from onescan.experiments.data import images
 from onescan.experiments.data.image_grid import image_bytes
 from onescan.inputs import ImageFormat, read_image
+from onescan.inputs import image_files as images
 from onescan.inputs.image_files import read_header
 from onescan.inputs.images import check_constants, check_unit_range, to_bytes, unit_pixels
 

@@ -17,8 +17,8 @@ from onescan.experiments.evaluation.images import open_samples
 from onescan.experiments.recipes.digits import digits
 from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.initialization import init_from
+from onescan.experiments.training.runs import run_config
 from onescan.experiments.training.sampling import default_sampler
-from onescan.inference.loading import run_of
 
 DIGITS = "zoo/digits_lightnet"
 MAX_BYTES = 12_000_000
@@ -54,7 +54,7 @@ def flip_a_byte(path):
 
 
 def checked_metrics(checkpoint):
-    run = checkpoint.config
+    run = run_config(checkpoint.folder)
     return evaluate(checkpoint.model, run.task.build(run.data.build())).metrics
 
 
@@ -121,7 +121,7 @@ def test_local_folder_has_priority(model_zoo, tmp_path):
 
 def test_initializes_another_model(model_zoo):
     trained = onescan.load(DIGITS)
-    model = dataclasses.replace(trained.config.model, num_classes=3).build()
+    model = dataclasses.replace(trained.model.config, num_classes=3).build()
     init_from(DIGITS, model)
     assert torch.equal(model.patchify.proj.weight, trained.model.patchify.proj.weight)
 
@@ -147,7 +147,7 @@ def test_commands_accept_names(model_zoo, capsys):
 def test_evaluations_accept_names(model_zoo):
     features = open_features(DIGITS, torch.device("cpu"))
     assert features.class_names == onescan.load(DIGITS).class_names
-    assert run_of(DIGITS) == onescan.load(DIGITS).config
+    assert run_config(DIGITS).model == onescan.load(DIGITS).model.config
     with pytest.raises(ValueError, match="ImageClassificationConfig, which does not generate"):
         default_sampler(DIGITS)
     with pytest.raises(ValueError, match="zoo/digits_lightnet' is a run of"):
@@ -169,7 +169,7 @@ def test_converts_to_transformers(model_zoo, tmp_path):
 def test_shipped_folder_loads_with_rounded_weights(shipped):
     folder, card = shipped
     ours, run = (onescan.load(folder / name) for name in ("zoo/digits_lightnet", "run"))
-    assert ours.config.model == run.config.model
+    assert ours.model.config == run.model.config
     assert ours.class_names == run.class_names
     for ours_each, run_each in zip(ours.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(ours_each, run_each.half().float())

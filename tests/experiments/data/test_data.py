@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageOps
 
 from onescan.configs import from_dict, to_dict
-from onescan.experiments.data import DigitsConfig, ImageTensors, derive_seed, epoch_order, images
+from onescan.experiments.data import DigitsConfig, ImageTensors, derive_seed, epoch_order
 from onescan.experiments.tasks import ImageClassificationConfig
-from onescan.inputs import ImageFormat, read_image
+from onescan.inputs import ImageFormat, image_files, read_image
 
 GREY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
 COLOUR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
@@ -191,7 +191,7 @@ def test_an_impossible_format_is_refused(change, message):
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path, monkeypatch, orientation):
     sizes = []
-    convert = images._convert
+    convert = image_files._convert
     monkeypatch.setattr(
         images, "_convert", lambda image, mode: sizes.append(image.size) or convert(image, mode)
     )

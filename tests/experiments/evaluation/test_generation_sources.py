@@ -33,6 +33,7 @@ from onescan.experiments.evaluation.images import FolderSource, NpzSource, open_
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.tasks.feature_distance import convert_images, frechet_distance
 from onescan.experiments.training.config import RunConfig
+from onescan.experiments.training.runs import run_config
 from onescan.inference.loading import load
 from onescan.inputs.images import to_bytes
 
@@ -93,7 +94,7 @@ def test_images_are_only_converted_if_necessary():
 
 
 def test_cache_key_of_features_identifies_weights(tmp_path, classifier):
-    run, key = load(classifier).config, open_features(classifier, CPU).cache_key
+    run, key = run_config(classifier), open_features(classifier, CPU).cache_key
     assert open_features(saved_run(tmp_path / "other", run, seed=9), CPU).cache_key != key
     assert open_features(saved_run(tmp_path / "same", run), CPU).cache_key == key
 

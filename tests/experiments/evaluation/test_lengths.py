@@ -14,7 +14,8 @@ from onescan.cli import main
 from onescan.experiments.evaluation import lengths
 from onescan.experiments.evaluation.config import LengthsConfig
 from onescan.experiments.evaluation.lengths import inputs_and_labels, measure_lengths, read_tokens
-from onescan.inference.loading import load_language_model, run_of
+from onescan.experiments.training.runs import run_config
+from onescan.inference.loading import load_language_model
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLMConfig, score_logits, token_losses
 from onescan.models.masked_lm import MaskedLMConfig
@@ -68,7 +69,7 @@ def save(folder, name, *, is_causal=True):
 def opened(path, **changes):
     """Return ids, inputs and labels as `measure_lengths` reads them."""
     model, tokenizer = load_language_model(path)
-    run = run_of(path)
+    run = run_config(path)
     tokens = read_tokens(path, run, tokenizer, LengthsConfig(**changes))
     return tokens, *inputs_and_labels(model, tokenizer, tokens, run)
 

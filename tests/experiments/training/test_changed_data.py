@@ -15,6 +15,7 @@ from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training import train
 from onescan.experiments.training.folder import _is_near
 from onescan.experiments.training.initialization import init_from
+from onescan.experiments.training.runs import build_task
 from onescan.inference.loading import load
 from onescan.inputs import ArrayFormat, ImageFormat
 
@@ -50,7 +51,7 @@ def finished(tmp_path):
     write_folders(tmp_path / "data", "a", "b", count=8)
     run = run_on_folders(str(tmp_path / "data"), epochs=1)
     folder = train(run, tmp_path / "run").folder
-    assert load(folder).build_task().class_names == ("a", "b")
+    assert build_task(load(folder)).class_names == ("a", "b")
     rename_first_class(tmp_path / "data")
     return folder
 
@@ -60,7 +61,7 @@ CHANGED = "the data has changed since the run in .* began: class 0 was 'a' and i
 
 def test_a_model_is_not_evaluated_on_other_classes(finished, capsys):
     with pytest.raises(ValueError, match=CHANGED):
-        load(finished).build_task()
+        build_task(load(finished))
     module = ["--import", __file__]
     assert main(["evaluate", str(finished), "--device", "cpu", *module]) == 2
     assert "class 0 was 'a' and is now 'b'" in capsys.readouterr().err

@@ -20,13 +20,15 @@ from onescan.experiments.data import ImageSplits
 from onescan.experiments.data.share import Share
 from onescan.experiments.recipes import RECIPES, find_recipe
 from onescan.experiments.report import write_report
-from onescan.experiments.tasks import ImageClassificationConfig, ImageGenerationConfig, classify
+from onescan.experiments.tasks import ImageClassificationConfig, ImageGenerationConfig
 from onescan.experiments.tasks.feature_distance import SampleClassifier
 from onescan.experiments.tasks.noising import Noising
 from onescan.experiments.training import read_metrics, train
 from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.logging import read_pictures
+from onescan.experiments.training.runs import run_config
 from onescan.experiments.training.sampling import load_pipeline
+from onescan.inference.classification import classify
 from onescan.inputs import ImageFormat
 from onescan.models.denoiser import NoiseConfig, SamplerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -182,7 +184,7 @@ def test_a_denoiser_learns_to_generate_requested_classes(trained):
 
 
 def evaluate_fresh(trained):
-    run = onescan.load(trained.folder).config
+    run = run_config(trained.folder)
     return evaluate(run.model.build(), run.task.build(run.data.build()))
 
 

@@ -18,6 +18,7 @@ from onescan.experiments.training import evaluate, learning_rate
 from onescan.experiments.training import train as train_run
 from onescan.experiments.training.folder import read_manifest
 from onescan.experiments.training.optim import Plan
+from onescan.experiments.training.runs import run_config
 from onescan.inference.loading import load_language_model
 from onescan.inputs.tokenizer import ByteTokenizer
 from onescan.layers.mixers import SoftmaxMixerConfig
@@ -186,7 +187,7 @@ def test_a_run_is_evaluated_on_its_validation_and_on_its_test_split(tmp_path, ca
     alone = TextDatasetConfig(
         path=str(tmp_path / "wiki.train.txt"), test_path=str(tmp_path / "wiki.test.txt"), length=32
     )
-    task = checkpoint.config.task.build(alone.build())
+    task = run_config(folder).task.build(alone.build())
     expected = evaluate(checkpoint.model, task).metrics["perplexity"]
     assert perplexity("--split", "test") == pytest.approx(expected, rel=1e-3)
     assert abs(expected - trained["perplexity"]) > 1
