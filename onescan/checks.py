@@ -11,6 +11,7 @@ from torch import Tensor
 from onescan.messages import named_type, unknown_choice
 
 MAX_MESSAGE = 300  # characters
+HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"  # of a model or dataset
 INTEGERS = (int, torch.SymInt)  # SymInt during export
 # raised by transformers, diffusers and safetensors for damaged folders
 LOAD_ERRORS = (
@@ -277,6 +278,3 @@ def named_state_tensors(states: tuple[Any, Any], *, causal: bool) -> dict[str, T
         if state is not None
         for field, tensor in state._asdict().items()
     }
-
-
-HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"

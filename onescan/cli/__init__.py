@@ -13,11 +13,12 @@ from onescan import __version__
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, sample
-from onescan.cli.options import HELP, Argv, echo, name_flags
+from onescan.cli.options import HELP, HELP_ALL, Argv, echo, name_flags
 from onescan.cli.predict import predict
 from onescan.cli.show import models, recipes, show, zoo
 from onescan.cli.text import fill, generate, tokenizer
 from onescan.cli.train import glue, train
+from onescan.experiments.installation import require_train
 from onescan.messages import printable, unknown_choice
 
 VERSION = ("-V", "--version")
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "show": show,
     "zoo": zoo,
 }
+TRAINING = ("train", "evaluate", "compare", "glue", "needle", "encode")  # need the extra
 RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
 
 
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise unknown_choice("command", argv[0], COMMANDS)
+        if argv[0] in TRAINING and not {*HELP, HELP_ALL} & set(argv):
+            require_train(f"onescan {argv[0]}")
         COMMANDS[argv[0]](argv[1:])
     except KeyboardInterrupt:
         return _interrupted(argv)

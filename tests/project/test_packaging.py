@@ -27,7 +27,7 @@ def test_installed_wheel_runs_the_demo(tmp_path):
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     constraints = ROOT / "constraints.txt"
-    run(python, "-m", "pip", "install", "-c", constraints, wheel, cwd=tmp_path)
+    run(python, "-m", "pip", "install", "-c", constraints, f"{wheel}[train]", cwd=tmp_path)
 
     imported = run(python, "-c", "import onescan; print(onescan.__file__)", cwd=tmp_path)
     assert (tmp_path / "venv") in Path(imported.strip()).parents

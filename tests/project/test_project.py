@@ -14,6 +14,7 @@ import onescan
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
+    "train": {"scikit-learn", "scipy", "matplotlib", "jinja2", "markupsafe", "filelock"},
     "vision": {"kornia", "datasets"},
     "text": {"transformers", "tokenizers", "accelerate", "datasets"},
     "export": {"onnx", "onnxscript", "onnxruntime"},

@@ -33,6 +33,7 @@ from onescan.checkpoint.weights import (
 )
 from onescan.experiments.data import derive_seed
 from onescan.experiments.data.share import Share
+from onescan.experiments.installation import require_train
 from onescan.experiments.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
 from onescan.experiments.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.experiments.training.data import Loader, choose_workers, share_of_batch
@@ -106,7 +107,9 @@ def train(
         ValueError: If the folder holds another run or other files, or a config is invalid.
         FloatingPointError: If the loss, its gradient or the weights are no longer finite.
         OSError: If the folder cannot be written to. Files saved earlier are intact.
+        ImportError: If the extra for training is not installed.
     """
+    require_train("onescan.train")
     folder, settings, machine = Path(folder), run.training, run.machine
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(machine.device, timeout=machine.timeout))
