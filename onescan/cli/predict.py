@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import tyro
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ARRAY_FILES = (".npz", ".npy")
 MAX_SKIPPED = 10  # messages on inputs that cannot be read
 PREDICTION_FILES = (".csv", ".json")
+SettingT = TypeVar("SettingT")
 
 
 class Prediction(NamedTuple):
@@ -118,7 +119,7 @@ def _image_probabilities(
     format = checkpoint.format
     arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
     if arrays and isinstance(format, GridFormat):
-        layout = bool(checkpoint.run["data"].get("channels_first"))
+        layout = _data_setting(checkpoint, "channels_first", default=False)
         paths = [path for path in paths if path not in arrays]
         for path in arrays:
             data = read_inputs(path, format, channels_first=layout)
@@ -136,6 +137,13 @@ def _image_probabilities(
             unreadable.append(str(error))
             continue
         yield str(file), scores
+
+
+def _data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -> SettingT:
+    """Return a setting of the training data; the default if the data has no such setting."""
+    data = checkpoint.run.get("data")
+    value = data.get(name) if isinstance(data, dict) else None
+    return value if isinstance(value, type(default)) else default
 
 
 def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -172,7 +180,7 @@ def _text_probabilities(
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
     if column is None:
-        column = checkpoint.run["data"].get("text_column", "text")
+        column = _data_setting(checkpoint, "text_column", default="text")
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1

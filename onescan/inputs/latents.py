@@ -36,6 +36,7 @@ class LatentFormat(Format):
     def scaled(self, latents: Images) -> Images:
         """Convert the VAE's latents to the model's input.
 
+        >>> import torch
         >>> form = LatentFormat(channels=1, height=1, width=1, scale=2.0, shift=3.0, vae="vae")
         >>> form.scaled(torch.full((1, 1, 1, 1), 4.0)).item()
         2.0

@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from hashlib import sha256
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -141,7 +142,7 @@ MANIFESTS = {
     "another class": lambda path: edit(path, lambda d: model_of(d).update(type="evil.Evil")),
     "a class that is a list": lambda path: edit(path, lambda d: model_of(d).update(type=["evil"])),
     "a run that is text": lambda path: edit(path, lambda d: d.update(run="evil")),
-    "an unknown field": lambda path: edit(path, lambda d: d["run"].update({ESCAPES: 1})),
+    "an unknown field": lambda path: edit(path, lambda d: model_of(d).update({ESCAPES: 1})),
     "a text for a number": lambda path: edit(path, lambda d: model_of(d).update(width=ESCAPES)),
     "a negative size": lambda path: edit(path, lambda d: model_of(d).update(width=-1)),
 }
@@ -156,6 +157,15 @@ def test_a_damaged_config_of_a_run(attack, bad, command, tmp_path):
     command("evaluate", folder, "--device", "cpu")
     command("predict", folder, picture)
     command("train", "--config", folder, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("data", [[], "evil", {"channels_first": ESCAPES}, None])
+def test_predictions_read_no_damaged_data_settings(data, bad, tmp_path):
+    folder, picture = bad("classifier"), tmp_path / "x.png"
+    edit(folder / "config.json", lambda d: d["run"].update(data=data))
+    Image.new("L", (4, 4)).save(picture)
+    np.save(tmp_path / "x.npy", np.zeros((1, 4, 4), np.uint8))
+    assert main(["predict", str(folder), str(picture), str(tmp_path / "x.npy")]) == 0
 
 
 def test_a_config_without_class_names(bad, command, tmp_path):

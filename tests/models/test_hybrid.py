@@ -255,6 +255,6 @@ def test_a_run_saves_and_loads_a_hybrid(tmp_path):
     )
     train(run, tmp_path)
     loaded = onescan.load(tmp_path)
-    assert loaded.config == run
+    assert configs.from_dict(type(run), loaded.run) == run
     kinds = [type(block.mixer).__name__ for block in loaded.model.blocks]
     assert kinds == ["LightNetMixer", "LightNetMixer", "SoftmaxMixer"]

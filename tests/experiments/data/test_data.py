@@ -193,7 +193,9 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path, monkeypatc
     sizes = []
     convert = image_files._convert
     monkeypatch.setattr(
-        images, "_convert", lambda image, mode: sizes.append(image.size) or convert(image, mode)
+        image_files,
+        "_convert",
+        lambda image, mode: sizes.append(image.size) or convert(image, mode),
     )
     across, down = np.meshgrid(np.linspace(0, 127, 800), np.linspace(0, 127, 400))
     format = replace(GREY, height=24, width=20, crop=0.5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_run import press_ctrl_c_at
 from trained_recipes import TEXT, train
+from trained_recipes import text as text  # a fixture
 
 import onescan
 from onescan.cli import main
@@ -171,8 +172,8 @@ def test_a_missing_text_is_rejected(name, tmp_path, capsys):
 
 
 def test_a_run_is_evaluated_on_its_validation_and_on_its_test_split(tmp_path, capsys):
-    for split, text in (("train", TEXT), ("valid", TEXT[:300]), ("test", "A mat!\n" * 40)):
-        (tmp_path / f"wiki.{split}.txt").write_text(text)
+    for split, content in (("train", TEXT), ("valid", TEXT[:300]), ("test", "A mat!\n" * 40)):
+        (tmp_path / f"wiki.{split}.txt").write_text(content)
     folder = train("shakespeare_gpt2", tmp_path, "--training.steps", "2")
     trained = onescan.load(folder).metrics
 

@@ -63,6 +63,7 @@ def evaluate(tokens: Sequence[int]) -> int:
     Raises:
         ValueError: If tokens are not an expression. The message names the position of the fault.
 
+    >>> from onescan.inputs.listops import encode
     >>> evaluate(encode("[SM 8 [MED 1 4 6 7 ] 2 ]"))
     5
     """
@@ -101,6 +102,7 @@ def evaluate(tokens: Sequence[int]) -> int:
 def apply(operator: int, arguments: Sequence[int]) -> int:
     """Apply an operator to at least one digit.
 
+    >>> from onescan.inputs.listops import MED, SM
     >>> apply(MED, [1, 4, 6, 7]), apply(SM, [8, 5, 2])
     (5, 5)
     """
