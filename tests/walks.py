@@ -32,7 +32,12 @@ class Walk(NamedTuple):
 
 
 def walk(call: Callable[[], object]) -> Walk:
-    """Trace the lines of the package that a call executes on the current thread."""
+    """Trace the lines of the package that a call executes on the current thread.
+
+    >>> from onescan.ops import lrpe_frequencies
+    >>> next(iter(walk(lambda: lrpe_frequencies(4, axes=2)).lines))
+    'ops/lrpe.py'
+    """
     executed: dict[str, set[int]] = {}
     switches, current = -1, ""
 

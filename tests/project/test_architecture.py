@@ -1,4 +1,4 @@
-"""Rules for the source of the package: imports, file lengths, names and forbidden calls."""
+"""Rules for the source of the package: imports, exports, dependencies and forbidden calls."""
 
 import ast
 import re
@@ -201,9 +201,6 @@ def test_only_the_command_line_prints():
     assert_rule("only the files of cli/ print", broken)
 
 
-CORE = ("kernels", "ops", "layers", "nn", "models")
-
-
 def is_text_of_unknown_encoding(call: ast.Call, name: str) -> bool:
     """Return whether a call opens a text file in the encoding of the system."""
     method, keywords = name.rpartition(".")[2], {keyword.arg for keyword in call.keywords}
@@ -224,32 +221,6 @@ def test_text_files_have_a_declared_encoding():
         if is_text_of_unknown_encoding(call, name)
     ]
     assert_rule('text files are opened with encoding="utf-8", or another one', broken)
-
-
-SHORTEST, LONGEST = 40, 700  # lines of a file
-# Files of the core outside these bounds, and the reasons.
-EXCEPTIONS = {
-    "kernels/__init__.py": "the list of kernel files",
-    "kernels/chips.py": "limits that must be readable without Triton",
-    "layers/__init__.py": "a docstring",
-    "models/__init__.py": "a docstring",
-    "models/presets.py": "a table of configurations",
-    "ops/decay_attention/forms.py": "all forms of the op in plain torch, forward and backward",
-}
-
-
-def test_core_files_are_neither_short_nor_long():
-    lengths = {
-        path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines())
-        for path in SOURCES
-        if path.relative_to(PACKAGE).parts[0] in CORE
-    }
-    outside = {name for name, lines in lengths.items() if not SHORTEST <= lines <= LONGEST}
-    broken = [f"{name}: {lengths[name]} lines" for name in outside - set(EXCEPTIONS)]
-    broken += [
-        f"{name} does not need an exception: remove it" for name in set(EXCEPTIONS) - outside
-    ]
-    assert_rule(f"a file has {SHORTEST} to {LONGEST} lines, or a reason in EXCEPTIONS", broken)
 
 
 def test_ops_exports_documented_functions_and_classes():
@@ -308,108 +279,6 @@ def test_declared_dependencies_are_imported():
     ]
     broken += [f"{name} is not declared" for name in set(NOT_IMPORTED) - {n for n, _ in declared}]
     assert_rule("declared dependencies are imported, or have a reason in NOT_IMPORTED", broken)
-
-
-# Parts of identifiers, between underscores or capitals, and what to use instead.
-BANNED = {
-    "apart": "per_document, separate",
-    "arrive": "ready",
-    "asked": "requested, config",
-    "begin_with": "init_from",
-    "bookmark": "data_state",
-    "chance": "rng, randomness",
-    "check_claim": "check_run_dir",
-    "climbing": "the name of the algorithm",
-    "contest": "benchmark",
-    "contestant": "candidate",
-    "contestants": "candidates",
-    "deaf": "ignore",
-    "exchanging": "gradient_sync",
-    "gives_way": "is_replaced",
-    "going_on": "resume",
-    "hand_back": "release_memory",
-    "hold_out": "train_test_split",
-    "ids_below": "vocab_size",
-    "is_spent": "underflowed",
-    "judge": "evaluate",
-    "judged": "evaluated",
-    "memory_keep": "memory_mask",
-    "passing": "chunk_scan",
-    "pays": "is_profitable",
-    "planned": "batch_plan, job",
-    "proven": "validated",
-    "reach": "decay_factors, radius",
-    "reaches": "radii",
-    "rival": "candidate",
-    "rivals": "candidates",
-    "room": "workspace",
-    "said": "output, predicted",
-    "settle": "warm_up",
-    "spare": "workspace",
-    "spell": "format",
-    "spelt": "formatted",
-    "spoken": "formatted",
-    "stale": "evaluations_without_improvement",
-    "stamp": "cache_key",
-    "stretch": "tile",
-    "stretches": "tiles",
-    "take_turns": "interleave",
-    "tally": "accumulator",
-    "tell": "score",
-    "told": "scores",
-    "try_out": "dry_run",
-    "turn": "rotary tables, batch of chunks",
-    "turns": "batches of chunks",
-    "untold": "ignore_index",
-    "usual": "default",
-    "vocabulary_size": "vocab_size",
-    "wanted": "query, requested, target",
-    "weight_mean": "ema",
-    "worn": "swapped_into",
-    "write_on": "generate",
-}
-# A method of files; the data of images that are canvases.
-ALLOWED = {"tell", "CanvasDigitsConfig", "canvas_digits"}
-
-
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each class, function, argument, attribute, variable and import."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.value.lineno, node.arg
-        elif isinstance(node, ast.Attribute):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.Name):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.alias):
-            yield node.lineno, (node.asname or node.name).split(".")[-1]
-
-
-def parts_of(identifier: str) -> str:
-    """Return the parts of an identifier in lower case, each between underscores.
-
-    >>> parts_of("_ChunkRoom"), parts_of("GPUState"), parts_of("rooms_2d")
-    ('_chunk_room_', '_gpu_state_', '_rooms_d_')
-    """
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)
-    return f"_{'_'.join(parts)}_".lower()
-
-
-def test_identifiers_use_standard_terms():
-    broken = [
-        f"{at(path, line)}: {name}; use {standard}"
-        for path, tree in EVERYWHERE.items()
-        if path.relative_to(ROOT).parts[0] != "tests"
-        for line, name in sorted(set(identifiers(tree)))
-        if name not in ALLOWED
-        for banned, standard in BANNED.items()
-        if f"_{banned}_" in parts_of(name)
-    ]
-    assert_rule("identifiers of the package and the benchmarks use standard terms", broken)
 
 
 SAFE = {"weights_only": "True", "allow_pickle": "False"}

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 from tiny_images import damage, encoded, serve_hub, write_folders, write_parquet
-from walks import walk
 
 from onescan.experiments.data import Example, ImageDatasetConfig, RandomCropConfig
 from onescan.experiments.recipes import RECIPES
@@ -26,9 +25,6 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 SMALL = {"image_size": (4, 4), "test_crop": None, "train_crop": None}
 GREY = {**SMALL, "channels": 1, "mean": (0.5,), "std": (0.5,)}
-FILES_TO_A_BATCH = 8
-
-
 IMAGES = [{"bytes": encoded(50), "path": None}] * 4
 
 
@@ -230,17 +226,6 @@ def test_a_batch_reads_its_rows_alone_in_any_process(tmp_path, monkeypatch):
     )
     read(images, places=[4, 1])
     assert rows == [[4, 1]]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_batch_enters_few_files(tmp_path, streaming):
-    path = cifar_like(tmp_path)
-
-    def batch():
-        train = build(path, streaming=streaming, class_names=("a", "b", "c")).train
-        train.read([example for example, _ in train.examples(seed=0)][:4])
-
-    assert len(walk(batch).lines) <= FILES_TO_A_BATCH
 
 
 # Columns and classes
