@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 from projections import parts_of
 
 from onescan.layers.decays import HGRN2DecayConfig, NoDecayConfig, bounded_decay
@@ -65,9 +66,7 @@ def hgrn(mixer, x, bound, directions):
     return mixer.out_proj(o * gate)
 
 
-@over_lengths
-@over_directions
-@pytest.mark.parametrize("form", FORMS)
+@pairwise({"form": FORMS, "direction": DIRECTIONS, "length": [1, 7]}, rest_is_slow=True)
 def test_hgrn_is_its_complex_recurrence(form, direction, length):
     mixer = trained(HGRNMixerConfig(direction=direction, form=form, chunk_size=4))
     x, bound = tokens(2, length), torch.rand(WIDTH, dtype=torch.float64)
@@ -148,10 +147,15 @@ def test_hgrn2_is_its_recurrence(direction, length):
     torch.testing.assert_close(mixer(x, Grid((length,)), lower_bound=bound)[0], want)
 
 
-@over_lengths
-@over_directions
-@pytest.mark.parametrize("gate", ["sigmoid", "silu"])
-@pytest.mark.parametrize("rank", [None, 5])
+@pairwise(
+    {
+        "rank": [None, 5],
+        "gate": ["sigmoid", "silu"],
+        "direction": DIRECTIONS,
+        "length": [1, 7],
+    },
+    rest_is_slow=True,
+)
 def test_transnormer_is_its_recurrence(rank, gate, direction, length):
     mixer = trained(dataclasses.replace(TNL, direction=direction, gate=gate, gate_rank=rank))
     x = tokens(2, length)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.layers.convolution import ShortConvolution
 
@@ -36,11 +37,14 @@ def gradients(y, x, conv):
     return torch.autograd.grad((y * y.detach().cos()).sum(), [x, *conv.parameters()])
 
 
-@pytest.mark.parametrize(
-    ("causal", "size"), [*((True, n) for n in SIZES), *((False, n) for n in (1, 3, 7))]
+@pairwise(
+    {
+        "causal, size": [*((True, n) for n in SIZES), *((False, n) for n in (1, 3, 7))],
+        "count": [1, 2, 9],
+        "masked": [False, True],
+    },
+    rest_is_slow=True,
 )
-@pytest.mark.parametrize("count", [1, 2, 9])
-@pytest.mark.parametrize("masked", [False, True])
 def test_it_is_the_sum_over_the_real_tokens_around(causal, size, count, masked):
     conv, x = built(size, causal=causal), tokens(count)
     keep = torch.rand(2, count) < 0.6 if masked else torch.ones(2, count, dtype=torch.bool)
@@ -52,9 +56,7 @@ def test_it_is_the_sum_over_the_real_tokens_around(causal, size, count, masked):
         torch.testing.assert_close(gradients(y, x, conv), gradients(expected, x, conv))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("cut", range(1, 7))
+@pairwise({"size": SIZES, "masked": [False, True], "cut": range(1, 7)}, rest_is_slow=True)
 def test_two_calls_equal_one(size, masked, cut):
     conv, x = built(size, bias=False), tokens(7)
     keep = torch.rand(2, 7) < 0.6 if masked else torch.ones(2, 7, dtype=torch.bool)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.configs import replace
 from onescan.layers.block import init_weights
@@ -107,11 +108,12 @@ def assert_same(mixer, x, keep=None):
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, atol=1e-9, rtol=1e-9)
 
 
-@over_configs
-@pytest.mark.parametrize("count", [1, 2, 9])
-@pytest.mark.parametrize("form", ["auto", "chunk", "full", "recurrent"])
-def test_the_mixer_is_the_papers_proposition(config, count, form):
-    assert_same(trained(replace(config, {"form": form})), tokens(2, count))
+@pairwise(
+    {"name": CONFIGS, "count": [1, 2, 9], "form": ["auto", "chunk", "full", "recurrent"]},
+    rest_is_slow=True,
+)
+def test_the_mixer_is_the_papers_proposition(name, count, form):
+    assert_same(trained(replace(CONFIGS[name], {"form": form})), tokens(2, count))
 
 
 @over_configs

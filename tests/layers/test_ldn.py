@@ -7,6 +7,7 @@ from inspect import unwrap
 
 import pytest
 import torch
+from pairwise import pairwise
 from projections import equal_parts
 
 from onescan.layers.basic import MLPConfig
@@ -20,9 +21,8 @@ from onescan.shapes import Grid
 
 WIDTH, HEADS = 12, 3
 PARTS = ("diffusion", "local_update", "linear_attention")
-some_parts = pytest.mark.parametrize(
-    "on", [on for on in itertools.product([True, False], repeat=3) if any(on)], ids=str
-)
+SOME_PARTS = [on for on in itertools.product([True, False], repeat=3) if any(on)]
+some_parts = pytest.mark.parametrize("on", SOME_PARTS, ids=str)
 
 
 def tokens(*shape):
@@ -79,9 +79,9 @@ def updated(local, x, h):
     return torch.sigmoid(gate) * torch.nn.functional.gelu(update)
 
 
-@some_parts
-@pytest.mark.parametrize("kernels", [1, 2])
-@pytest.mark.parametrize("residual", [False, True])
+@pairwise(
+    {"on": SOME_PARTS, "kernels": [1, 2], "residual": [False, True]}, rest_is_slow=True, ids=str
+)
 def test_a_layer_is_the_papers_sum(on, kernels, residual):
     """Sec. 3.3: h + dt (K h - diag(K 1) h) + F(x, h) + A_lin(h), without what is switched off."""
     fields = dict(zip(PARTS, on, strict=True), kernels=kernels, input_residual=residual)

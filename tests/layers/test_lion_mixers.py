@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 from projections import parts_of
 
 from onescan.configs import replace
@@ -31,7 +32,6 @@ WIDTH, HEADS, K = 24, 3, 8
 LINE = Grid((6,))
 DECAYS = {"lit": NoDecayConfig(), "d": FixedDecayConfig(), "s": LionMixerConfig().decay}
 DIRECTED = (LionMixerConfig, DeltaRuleMixerConfig, HGRNMixerConfig)
-over_decays = pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
 over_rows = pytest.mark.parametrize("row", LINEAR_TRANSFORMERS)
 
 
@@ -312,14 +312,21 @@ def scan_decays(mixer, x, grid):
             yield chosen
 
 
-@over_decays
-@pytest.mark.parametrize("scan", ["flat", "natural"])
-@pytest.mark.parametrize("normalize", ["sum", "none"])
-@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 3)], ids=str)
-def test_lion_is_masked_attention_normalized_once(decay, scan, normalize, shape):
+@pairwise(
+    {
+        "name": DECAYS,
+        "scan": ["flat", "natural"],
+        "normalize": ["sum", "none"],
+        "shape": [(3, 4), (3, 2, 3)],
+    },
+    rest_is_slow=True,
+    ids=str,
+)
+def test_lion_is_masked_attention_normalized_once(name, scan, normalize, shape):
     """Sec. 3.1, with the mask that App. C.14's scans make, each in its order, on average."""
     grid = Grid(shape, prefix=1)
-    mixer = trained(LionMixerConfig(decay=decay, scan=scan, normalize=normalize), axes=len(shape))
+    config = LionMixerConfig(decay=DECAYS[name], scan=scan, normalize=normalize)
+    mixer = trained(config, axes=len(shape))
     x = tokens(2, grid.tokens)
     orders = [order.token for order in snake_orders(grid, x.device)]
     orders = orders if scan == "natural" else [torch.arange(grid.tokens)]

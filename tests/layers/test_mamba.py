@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.configs import replace
 from onescan.layers.block import init_weights
@@ -86,11 +87,12 @@ def gradients(y, x, mixer):
     return torch.autograd.grad((y * y.detach().cos()).sum(), [x, *mixer.parameters()])
 
 
-@over_configs
-@pytest.mark.parametrize("count", [1, 2, 9])
-@pytest.mark.parametrize("form", ["auto", "chunk", "recurrent"])
-def test_the_mixer_is_the_papers_algorithm(config, count, form):
-    mixer, x = trained(replace(config, {"form": form})), tokens(2, count)
+@pairwise(
+    {"name": CONFIGS, "count": [1, 2, 9], "form": ["auto", "chunk", "recurrent"]},
+    rest_is_slow=True,
+)
+def test_the_mixer_is_the_papers_algorithm(name, count, form):
+    mixer, x = trained(replace(CONFIGS[name], {"form": form})), tokens(2, count)
     y, want = mixer(x, Grid((count,)))[0], loop(mixer, x)
     torch.testing.assert_close(y, want, atol=1e-9, rtol=1e-9)
     found, expected = gradients(y, x, mixer), gradients(want, x, mixer)

@@ -5,6 +5,7 @@ from inspect import unwrap
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.checkpoint.generation_state import load_generation_state, save_generation_state
 from onescan.configs import from_dict, replace, to_dict
@@ -18,7 +19,8 @@ WIDTH, HEADS, K = 24, 3, 8
 LM = CausalLMConfig(
     vocab_size=13, width=WIDTH, depth=2, mixer=RWKV6MixerConfig(num_heads=3, direction="forward")
 )
-over_directions = pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+DIRECTIONS = ["forward", "backward", "both"]
+over_directions = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def tokens(*shape):
@@ -88,9 +90,14 @@ def original(mixer, x, direction):
     return (o * gate) @ mixer.out_proj.weight.T
 
 
-@over_directions
-@pytest.mark.parametrize("form", ["full", "chunk", "recurrent", "auto"])
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pairwise(
+    {
+        "direction": DIRECTIONS,
+        "form": ["full", "chunk", "recurrent", "auto"],
+        "count": [1, 2, 7],
+    },
+    rest_is_slow=True,
+)
 def test_rwkv6_is_the_papers_recurrence(direction, form, count):
     mixer = trained(direction, form=form, chunk_size=2)
     x = tokens(2, count).requires_grad_()

@@ -7,6 +7,7 @@ from inspect import unwrap
 
 import pytest
 import torch
+from pairwise import pairwise
 from tiny_language_models import (
     BOTH,
     CAUSAL,
@@ -313,10 +314,16 @@ def test_every_token_hears_of_every_other(change):
         assert (model(other) != want).any(dim=-1).all()
 
 
-@over_both
-@pytest.mark.parametrize("pool", ["first", "mean", "max", "attention"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_of_a_classifier_equals_single_runs(change, pool, side):
+@pairwise(
+    {
+        "name": BOTH,
+        "pool": ["first", "mean", "max", "attention"],
+        "side": ["left", "right"],
+    },
+    rest_is_slow=True,
+)
+def test_a_padded_batch_of_a_classifier_equals_single_runs(name, pool, side):
+    change = BOTH[name]
     config = SequenceClassifierConfig(**{**SMALL, **change}, pool=pool, num_classes=3)
     model, tokens, lengths = built(config), ids(3, TOKENS), (4, TOKENS, 2)
     rows, keep = padded(tokens, lengths, side)
@@ -548,7 +555,14 @@ def test_padding_anywhere_has_no_effect_in_causal_models(change):
 
 
 @pytest.mark.parametrize("change", EVERYWHERE.values(), ids=EVERYWHERE)
-@pytest.mark.parametrize("sizes", [(9,), (4, 5), (2, 1, 3, 3), (1,) * 9], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 1, 3, 3),
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((9,), (4, 5), (1,) * 9)),
+    ],
+    ids=str,
+)
 def test_padding_anywhere_has_no_effect_on_calls_with_a_state(change, sizes):
     model, tokens, more = causal(change), ids(3, TOKENS), ids(3, 2, seed=1)
     state, parts = None, []

@@ -4,6 +4,7 @@ from inspect import unwrap
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.configs import replace
 from onescan.layers.mixers import (
@@ -45,7 +46,6 @@ CAUSAL = {
     "softmax": SoftmaxMixerConfig(causal=True),
 }
 over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-over_causal = pytest.mark.parametrize("config", CAUSAL.values(), ids=CAUSAL)
 
 
 def tokens(*shape):
@@ -67,11 +67,9 @@ def in_two_calls(mixer, x, shape, cut, prefix):
     return torch.cat([first, rest], dim=1)
 
 
-@over_causal
-@over_shapes
-@pytest.mark.parametrize("prefix", [0, 1])
-def test_a_causal_mixer_continues_a_grid_at_every_cut(config, shape, prefix):
-    mixer = trained(config, axes=len(shape))
+@pairwise({"name": CAUSAL, "shape": SHAPES, "prefix": [0, 1]}, rest_is_slow=True, ids=str)
+def test_a_causal_mixer_continues_a_grid_at_every_cut(name, shape, prefix):
+    mixer = trained(CAUSAL[name], axes=len(shape))
     x = tokens(2, Grid(shape, prefix=prefix).tokens).requires_grad_()
     leaves = [x, *mixer.parameters()]
     want, _ = mixer(x, Grid(shape, prefix=prefix))

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.ops import chunks
 from onescan.ops.chunks import linear_scan
@@ -35,9 +36,9 @@ def one_by_one(state, own, kept, *, backward):
     return torch.stack([before[n] for n in order], dim=2), state
 
 
-@over_directions
-@pytest.mark.parametrize("kept", ["none", "one", "key"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise(
+    {"shape": SHAPES, "kept": ["none", "one", "key"], "backward": [False, True]}, rest_is_slow=True
+)
 def test_linear_scan_is_the_definition(shape, kept, backward):
     given = inputs(shape, kept)
     learnt = [x for x in given if x is not None]

@@ -42,7 +42,6 @@ over_names = pytest.mark.parametrize("form", NAMES)
 over_decays = pytest.mark.parametrize("decay", DECAYS)
 over_directions = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both"])
 over_calls = pytest.mark.parametrize(("causal", "decay_at"), CALLS)
-over_conventions = pytest.mark.parametrize("decay_at", CONVENTIONS)
 
 
 def default_decay_at(causal, decay):
@@ -240,9 +239,9 @@ def masked_attention(q, k, v, log_decay, *, causal, decay_at, normalize):
     return torch.einsum("bijh,bjhv->bihv", scores, v) / divisor[normalize]
 
 
-@over_calls
-@pytest.mark.parametrize("decay", DECAYS[1:])
-@pytest.mark.parametrize("normalize", NORMALIZERS)
+@pairwise(
+    {"causal, decay_at": CALLS, "decay": DECAYS[1:], "normalize": NORMALIZERS}, rest_is_slow=True
+)
 def test_the_definition_is_attention_under_products(causal, decay_at, decay, normalize):
     named = inputs(7, causal=causal, decay=decay, positive=normalize == "sum")
     same = {"causal": causal, "decay_at": decay_at, "normalize": normalize}
@@ -376,9 +375,10 @@ def part(named, start, stop):
     return {n: x if n in whole else x[:, start:stop] for n, x in named.items()}
 
 
-@pytest.mark.parametrize("decay_at", CAUSAL_CONVENTIONS)
-@over_decays
-@pytest.mark.parametrize(("first", "second"), list(product(NAMES, NAMES)))
+@pairwise(
+    {"decay_at": CAUSAL_CONVENTIONS, "decay": DECAYS, "first": NAMES, "second": NAMES},
+    rest_is_slow=True,
+)
 def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
     tokens = 6
     named = inputs(tokens, causal=True, decay=decay, keep=True, state=True)
@@ -390,9 +390,7 @@ def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
         assert_same((torch.cat([o1, o2], dim=1), *state), (want, *last))
 
 
-@over_conventions
-@over_decays
-@over_names
+@pairwise({"decay_at": CONVENTIONS, "decay": DECAYS, "form": NAMES}, rest_is_slow=True)
 def test_two_bidirectional_calls_equal_one_at_every_cut(decay_at, decay, form):
     tokens = 9
     named = inputs(tokens, causal=False, decay=decay, keep=True, state=True)

@@ -24,9 +24,8 @@ from onescan.ops.delta_rule import (
 B, H, K, V = 2, 3, 4, 5
 FORMS = [(causal, form) for causal in (True, False) for form in IMPLEMENTATIONS]
 over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
-over_kinds = pytest.mark.parametrize(
-    ("decay", "updates"), [(None, None), ("scalar", None), ("diagonal", 2)]
-)
+KINDS = [(None, None), ("scalar", None), ("diagonal", 2)]
+over_kinds = pytest.mark.parametrize(("decay", "updates"), KINDS)
 over_cases = pytest.mark.parametrize(
     ("causal", "form", "decay", "updates"),
     [
@@ -145,9 +144,7 @@ def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, token
     assert_matches_reference(named, causal=causal, form=form)
 
 
-@over_forms
-@pytest.mark.parametrize("decay", DECAYS[1:])
-@pytest.mark.parametrize("updates", [None, 2])
+@pairwise({"causal, form": FORMS, "decay": DECAYS[1:], "updates": [None, 2]}, rest_is_slow=True)
 def test_decays_from_one_to_zero(causal, form, decay, updates):
     named = inputs(70, causal=causal, state=True, decay=decay, updates=updates)
     named["log_decay"] = extreme(named["log_decay"])
@@ -272,9 +269,10 @@ def test_gradcheck(causal, form, decay, updates):
     assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
-@over_kinds
-@pytest.mark.parametrize("first", IMPLEMENTATIONS)
-@pytest.mark.parametrize("second", IMPLEMENTATIONS)
+@pairwise(
+    {"decay, updates": KINDS, "first": IMPLEMENTATIONS, "second": IMPLEMENTATIONS},
+    rest_is_slow=True,
+)
 def test_two_calls_equal_one_at_every_cut(first, second, decay, updates):
     tokens = 9
     named = inputs(tokens, causal=True, keep=True, state=True, decay=decay, updates=updates)
@@ -360,9 +358,14 @@ def test_any_finite_beta_is_taken(causal, form):
     assert_matches_reference(named, causal=causal, form=form, sizes=(5,))
 
 
-@over_forms
-@over_kinds
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pairwise(
+    {
+        "causal, form": FORMS,
+        "decay, updates": KINDS,
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+    },
+    rest_is_slow=True,
+)
 def test_no_less_exact_than_plain_torch(causal, form, dtype, decay, updates):
     """The error against float64 is at most twice what the definition makes in the same dtype."""
     named = inputs(96, causal=causal, dtype=dtype, width=32, decay=decay, updates=updates)

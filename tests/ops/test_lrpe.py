@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from onescan.ops.additive_decay import additive_decay
 from onescan.ops.lrpe import lrpe, lrpe_angles, lrpe_frequencies
@@ -32,9 +33,7 @@ def definition(shape, theta, prefix=0):
     return angles
 
 
-@over_shapes
-@pytest.mark.parametrize("width", [1, 4, 5, 8])
-@pytest.mark.parametrize("prefix", [0, 2])
+@pairwise({"shape": SHAPES, "width": [1, 4, 5, 8], "prefix": [0, 2]}, rest_is_slow=True, ids=str)
 def test_angles_are_the_definition(shape, width, prefix):
     theta = normal(3, width)
     turns = (lrpe_angles(shape, theta, prefix=prefix) - definition(shape, theta, prefix)) / math.tau

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_device import DEVICE, MARKS
+from pairwise import pairwise_rows
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onescan.ops import (
@@ -52,23 +53,12 @@ def cases():
     yield "additive", additive_decay, (), {"lrpe": True, "form": "one_scan"}
     yield "additive", additive_decay, (), {"lrpe": True, "causal": True, "form": "chunk"}
     yield "additive", additive_decay, (), {"packed": True}
-    for causal in (False, True):
-        for kind in (None, "head", "channel"):
-            for form in ("chunk", "full", "recurrent"):
-                for name in FEATURE_MAPS if kind == "head" else ("identity", "elu_plus_one"):
-                    options = {"causal": causal, "form": form, "feature_map": name, "chunk_size": 8}
-                    yield "decay", decay_attention, (kind,), options
     for normalize in ("sum", "max_one"):
         options = {"feature_map": "shifted_silu", "normalize": normalize}
         yield "decay", decay_attention, ("head",), options
         yield "decay", decay_attention, (None,), options
     yield "decay", decay_attention, ("head",), {"causal_block": 4}
     yield "decay", decay_attention, ("head",), {"packed": True}
-    for causal in (False, True):
-        for kind in (None, "head", "channel"):
-            for form in ("chunk", "full", "recurrent"):
-                options = {"causal": causal, "form": form, "chunk_size": 8}
-                yield "delta", delta_rule, (kind,), options
     yield "delta", delta_rule, ("head", 2), {}
     yield "delta", delta_rule, ("head",), {"causal_block": 4}
     yield "delta", delta_rule, (None,), {"packed": True}
@@ -79,7 +69,26 @@ def cases():
     yield "diffusion", linear_diffusion, (), {"packed": True}
 
 
-CASES = list(cases())
+def matrix(kind, op, **columns):
+    """Calls with all combinations of options; those that add no pair of them are slow."""
+    fast = pairwise_rows(*columns.values())
+    for row in product(*columns.values()):
+        options = {**dict(zip(columns, row, strict=True)), "chunk_size": 8}
+        case = kind, op, (options.pop("decay"),), options
+        marks = [] if list(row) in fast else [pytest.mark.slow]
+        yield pytest.param(case, marks=marks)
+
+
+DECAY_FORMS = {
+    "causal": (False, True),
+    "decay": (None, "head", "channel"),
+    "form": ("chunk", "full", "recurrent"),
+}
+CASES = [
+    *cases(),
+    *matrix("decay", decay_attention, **DECAY_FORMS, feature_map=tuple(FEATURE_MAPS)),
+    *matrix("delta", delta_rule, **DECAY_FORMS),
+]
 IN_KERNELS = [
     *(("additive", additive_decay, (), {"feature_map": x}) for x in FEATURE_MAPS),
     ("additive", additive_decay, (), {"lrpe": True}),

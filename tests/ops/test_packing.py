@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_checks import assert_same
+from pairwise import pairwise
 
 from onescan.ops import (
     additive_decay,
@@ -22,7 +23,6 @@ LENGTHS = {
     "single tokens": [[1, 1, 1]],
     "long": [[9, 0, 16, 1, 23, 8]],
 }
-over_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
 def offsets(lengths, dtype=torch.int32):
@@ -91,10 +91,16 @@ def log_decays(kind, shape):
 DECAY_FORMS = ("full", "chunk", "recurrent")
 
 
-@over_lengths
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", [None, "fixed", "scalar", "diagonal"])
-def test_decay_attention(lengths, causal, kind):
+@pairwise(
+    {
+        "name": LENGTHS,
+        "causal": [True, False],
+        "kind": [None, "fixed", "scalar", "diagonal"],
+    },
+    rest_is_slow=True,
+)
+def test_decay_attention(name, causal, kind):
+    lengths = LENGTHS[name]
     shape = tokens_of(lengths)
     at = ["source", "target"] if causal else ["source", "target", "symmetric"]
     normalizes = [("sum", real(lengths)), ("none", None), ("max_one", None)]
@@ -117,11 +123,17 @@ def test_decay_attention(lengths, causal, kind):
         assert_packing_changes_nothing(op, *given, lengths, keep)
 
 
-@over_lengths
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
-@pytest.mark.parametrize("kind", [None, "scalar", "diagonal"])
-def test_delta_rule(lengths, causal, form, kind):
+@pairwise(
+    {
+        "name": LENGTHS,
+        "causal": [True, False],
+        "form": ["full", "chunk", "recurrent"],
+        "kind": [None, "scalar", "diagonal"],
+    },
+    rest_is_slow=True,
+)
+def test_delta_rule(name, causal, form, kind):
+    lengths = LENGTHS[name]
     shape = tokens_of(lengths)
     updates = (2,) if kind == "diagonal" else ()
 
@@ -142,11 +154,17 @@ def test_delta_rule(lengths, causal, form, kind):
         assert_packing_changes_nothing(op, tensors, [], lengths, keep)
 
 
-@over_lengths
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lrpe", [True, False])
-@pytest.mark.parametrize("scale", [1.0, 200.0])
-def test_additive_decay(lengths, causal, lrpe, scale):
+@pairwise(
+    {
+        "name": LENGTHS,
+        "causal": [True, False],
+        "lrpe": [True, False],
+        "scale": [1.0, 200.0],
+    },
+    rest_is_slow=True,
+)
+def test_additive_decay(name, causal, lrpe, scale):
+    lengths = LENGTHS[name]
     shape = tokens_of(lengths)
 
     def op(tensors, shared, start=0, **options):
@@ -164,12 +182,17 @@ def test_additive_decay(lengths, causal, lrpe, scale):
         assert_packing_changes_nothing(op, tensors, angles, lengths, keep)
 
 
-@pytest.mark.parametrize(
-    "lengths", [*LENGTHS.values(), [[65, 0, 200, 64, 300, 1, 127], [757]]], ids=[*LENGTHS, "chunks"]
+@pairwise(
+    {
+        "name": [*LENGTHS, "chunks"],
+        "bidirectional": [True, False],
+        "form": ["auto", "dense", "scan"],
+    },
+    rest_is_slow=True,
 )
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("form", ["auto", "dense", "scan"])
-def test_toeplitz_position(lengths, bidirectional, form):
+def test_toeplitz_position(name, bidirectional, form):
+    lengths = {**LENGTHS, "chunks": [[65, 0, 200, 64, 300, 1, 127], [757]]}[name]
+
     def op(tensors, shared, keep=None, start=0, **options):
         (x,), (log_rate, weight) = tensors, shared
         y, _ = toeplitz_position(
@@ -184,10 +207,13 @@ def test_toeplitz_position(lengths, bidirectional, form):
     assert_packing_changes_nothing(op, [x], shared, lengths)
 
 
-@over_lengths
-@pytest.mark.parametrize("radius", [0, 2, 9])
-@pytest.mark.parametrize("form", ["auto", "dense", "banded"])
-def test_linear_diffusion(lengths, radius, form):
+@pairwise(
+    {"name": LENGTHS, "radius": [0, 2, 9], "form": ["auto", "dense", "banded"]},
+    rest_is_slow=True,
+)
+def test_linear_diffusion(name, radius, form):
+    lengths = LENGTHS[name]
+
     def op(tensors, shared, start=0, **options):
         (x,), (weights, dt) = tensors, shared
         return linear_diffusion(x, weights.exp(), dt.sigmoid(), form=form, **options)

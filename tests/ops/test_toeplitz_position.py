@@ -100,9 +100,11 @@ def test_every_form_matches_the_reference_of_a_sequence(tokens, bidirectional, s
         assert_match_reference(IMPLEMENTATIONS, named)
 
 
-@pytest.mark.parametrize("shape", GRIDS, ids=str)
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("joint", [False, True])
+@pairwise(
+    {"shape": GRIDS, "bidirectional": [False, True], "joint": [False, True]},
+    rest_is_slow=True,
+    ids=str,
+)
 def test_every_form_matches_the_reference_of_a_grid(shape, bidirectional, joint):
     named = inputs(shape, bidirectional=bidirectional, joint=joint)
     with chunks_of(2):

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from onescan.layers.mixers import SoftmaxMixerConfig
 from onescan.ops.packing import Packing
@@ -43,9 +44,7 @@ def assert_equal(y, expected, leaves):
     torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
 
 
-@over_causal
-@over_windows
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pairwise({"tokens": LENGTHS, "window": WINDOWS, "causal": [False, True]}, rest_is_slow=True)
 def test_values_and_gradients_are_those_of_a_masked_softmax(tokens, window, causal):
     q, k, v = inputs(tokens)
     expected = reference(q, k, v, reads(tokens, window, causal=causal))

@@ -25,3 +25,12 @@ def test_values_of_one_column_may_be_for_several_arguments():
     assert {tuple(row) for row in rows} == {
         (True, "full", 1), (True, "full", 2), (False, "chunk", 1), (False, "chunk", 2),
     }  # fmt: skip
+
+
+def test_all_other_rows_of_the_product_may_be_slow():
+    columns = {"a": range(3), "b": range(3), "c": range(3)}
+    fast, cases = pairwise(columns).args[1], pairwise(columns, rest_is_slow=True).args[1]
+    rest = [tuple(case.values) for case in cases[len(fast) :]]
+    assert cases[: len(fast)] == fast
+    assert sorted([*map(tuple, fast), *rest]) == list(product(range(3), repeat=3))
+    assert all(mark.name == "slow" for case in cases[len(fast) :] for mark in case.marks)
