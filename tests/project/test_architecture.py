@@ -270,7 +270,6 @@ MODULES = {
 }  # name of the imported module
 NOT_IMPORTED = {
     "onescan": "the extras that the tests use",
-    "filelock": "TODO",
     "sphinx": "a command",
     "pydata-sphinx-theme": "named in docs/conf.py",
     "myst-nb": "named in docs/conf.py",
