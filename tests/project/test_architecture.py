@@ -281,6 +281,7 @@ NOT_IMPORTED = {
     "pre-commit": "a command",
     "pytest-xdist": "pytest's -n option",
     "ruff": "a command",
+    "twine": "a command",
     "tensorboard": "torch.utils.tensorboard imports it",
     "types-tqdm": "types for mypy",
 }
