@@ -24,9 +24,10 @@ from study_queue import MINUTE, Result, StudyRun
 
 import onescan
 from onescan import configs
-from onescan.checkpoint.files import locked, remove, write_atomically
+from onescan.checkpoint.files import remove, write_atomically
 from onescan.experiments.evaluation.config import LengthsConfig
 from onescan.experiments.evaluation.lengths import measure_lengths
+from onescan.experiments.locks import locked
 from onescan.experiments.tasks import Task
 from onescan.experiments.training import RunConfig, read_metrics, train
 

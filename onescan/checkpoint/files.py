@@ -1,4 +1,4 @@
-"""Atomic writes, locks, and JSON with checksums."""
+"""Atomic writes, and JSON with checksums."""
 
 import json
 import os
@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import IO, Any
-from uuid import uuid4
+from typing import Any
 
-LOCK = "lock"
 PARTIAL = ".partial"  # suffix of unfinished writes; ignored, and removed by the next write
 CHECKSUM = "checksum"  # last entry of a JSON object
 
@@ -121,44 +119,6 @@ def writing(folder: Path) -> Iterator[None]:
         saved = any(path.suffix != PARTIAL for path in folder.glob("*"))
         intact = "; files saved earlier are intact" if saved else ""
         raise OSError(f"cannot write to {folder}: {reason}{intact}") from error
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[str]:
-    """Hold an exclusive lock on a folder; the lock of a killed process is released.
-
-    Yields:
-        A unique token, which is also the content of the lock file.
-
-    Raises:
-        ValueError: If another process holds the lock, or the lock file is a symbolic link.
-        OSError: If the folder cannot be written to, or its file system has no locks.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        check_regular(folder / LOCK)
-        file = (folder / LOCK).open("a", encoding="ascii")
-    with file:
-        with writing(folder):
-            _take(file, folder)
-            token = uuid4().hex
-            file.truncate(0)
-            file.write(token)
-            file.flush()
-        yield token
-
-
-def _take(file: IO[str], folder: Path) -> None:
-    if os.name != "posix":  # other systems have no such locks
-        return
-    from fcntl import LOCK_EX, LOCK_NB, lockf
-
-    try:
-        lockf(file, LOCK_EX | LOCK_NB)  # unlike flock's, not shared with forked readers
-    except (BlockingIOError, PermissionError) as error:
-        raise ValueError(
-            f"another process is using {folder}: wait until it ends, or choose another folder"
-        ) from error
 
 
 def damaged(place: Path | str, found: object, remedy: str) -> ValueError:

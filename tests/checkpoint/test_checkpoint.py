@@ -1,5 +1,4 @@
 import dataclasses
-import fcntl
 import itertools
 import json
 import multiprocessing
@@ -362,21 +361,6 @@ def test_an_unreadable_state_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_digest", refuse)
     with pytest.raises(OSError, match=r"cannot read .*step_3: Permission denied"):
         train(tiny_run(), tmp_path)
-
-
-def test_a_file_system_without_locks_is_not_called_busy(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    with pytest.raises(OSError, match=r"cannot write to .*: Function not implemented"):
-        train(tiny_run(), tmp_path)
-
-
-def test_a_lock_file_contains_only_its_token(tmp_path):
-    (tmp_path / "lock").write_text("of a run before, with a longer token: " + "0" * 32)
-    with files.locked(tmp_path) as token:
-        assert (tmp_path / "lock").read_text() == token
 
 
 def test_overwrite_starts_from_scratch_and_keeps_other_files(tmp_path):

@@ -241,7 +241,6 @@ MODULES = {
 }  # name of the imported module
 NOT_IMPORTED = {
     "onescan": "the extras that the tests use",
-    "filelock": "TODO",
     "sphinx": "a command",
     "pydata-sphinx-theme": "named in docs/conf.py",
     "myst-nb": "named in docs/conf.py",
@@ -253,6 +252,7 @@ NOT_IMPORTED = {
     "pre-commit": "a command",
     "pytest-xdist": "pytest's -n option",
     "ruff": "a command",
+    "twine": "a command",
     "tensorboard": "torch.utils.tensorboard imports it",
     "types-tqdm": "types for mypy",
 }

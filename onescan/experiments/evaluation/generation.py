@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onescan import __version__, configs
 from onescan.cache import cache_root
-from onescan.checkpoint.files import damaged, locked, parse_json, remove, write_atomically
+from onescan.checkpoint.files import damaged, parse_json, remove, write_atomically
 from onescan.checkpoint.weights import read_weights
 from onescan.experiments.data import DataConfig, ImageSplits
 from onescan.experiments.data.image_grid import image_grid
@@ -44,6 +44,7 @@ from onescan.experiments.evaluation.images import (
     open_samples,
     read_npz,
 )
+from onescan.experiments.locks import locked
 from onescan.experiments.tasks.feature_distance import Gaussian, frechet_distance
 from onescan.experiments.training.distributed import Ranks, choose_device
 from onescan.experiments.training.folder import write_json

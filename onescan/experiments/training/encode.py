@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from onescan import __version__, configs
-from onescan.checkpoint.files import LOCK, PARTIAL, locked
+from onescan.checkpoint.files import PARTIAL
 from onescan.checkpoint.weights import save_weights
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data import (
@@ -40,6 +40,7 @@ from onescan.experiments.data.latents import (
     read_notes,
     shard_path,
 )
+from onescan.experiments.locks import LOCK, locked
 from onescan.experiments.tasks import BatchPlan
 from onescan.experiments.training.config import Precision
 from onescan.experiments.training.data import Loader, choose_workers

@@ -26,7 +26,6 @@ import torch
 
 from onescan import __version__, configs
 from onescan.checkpoint.files import (
-    LOCK,
     PARTIAL,
     check_regular,
     damaged,
@@ -41,6 +40,7 @@ from onescan.checkpoint.files import (
 )
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
+from onescan.experiments.locks import LOCK
 from onescan.experiments.tasks import Evaluation, Task
 from onescan.experiments.training.config import RunConfig, RunResult
 from onescan.experiments.training.logging import (

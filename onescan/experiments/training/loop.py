@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from onescan.allocation import build_on_meta, build_unchecked
-from onescan.checkpoint.files import LOCK, damaged, locked
+from onescan.checkpoint.files import begin, damaged, partial_of, remove, writing
 from onescan.checkpoint.weights import (
     BEST,
     REMEDY,
@@ -34,6 +35,7 @@ from onescan.checkpoint.weights import (
 from onescan.experiments.data import derive_seed
 from onescan.experiments.data.share import Share
 from onescan.experiments.installation import require_train
+from onescan.experiments.locks import LOCK, locked
 from onescan.experiments.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
 from onescan.experiments.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
 from onescan.experiments.training.data import Loader, choose_workers, share_of_batch
@@ -147,8 +149,8 @@ def train(
             ema=EMA(model, settings.ema_decay) if settings.ema_decay else None,
             scaler=build_scaler(settings.precision, device),
         )
-        token = _enter_first(stack, ranks, lambda: locked(folder))
-        _check_shared(folder, token, ranks)
+        _enter_first(stack, ranks, lambda: locked(folder))
+        _check_shared(folder, ranks)
         ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
         where = {"step": state.step, "processes": ranks.size}
@@ -600,12 +602,24 @@ def dry_run(
                 transfer.loss(model, task, batch)
 
 
-def _check_shared(folder: Path, token: str | None, ranks: Ranks) -> None:
-    """Check that all processes see what rank 0 wrote to the lock file."""
-    written, lock = ranks.first(lambda: token), folder / LOCK
-    is_seen = ranks.is_first or (lock.is_file() and lock.read_text(encoding="utf-8") == written)
-    if not all(ranks.gather(is_seen)):
+def _check_shared(folder: Path, ranks: Ranks) -> None:
+    """Check that all processes see a file that rank 0 writes."""
+    if ranks.size == 1:
+        return
+    token, shared = ranks.first(lambda: _write_token(folder)), partial_of(folder / LOCK)
+    is_seen = shared.is_file() and shared.read_text(encoding="utf-8") == token
+    seen = ranks.gather(is_seen)
+    ranks.first(lambda: remove(shared))
+    if not all(seen):
         raise ValueError(f"{folder} is not on a disk that all processes share, as checkpoints need")
+
+
+def _write_token(folder: Path) -> str:
+    """Write a unique token to the temporary path of the lock file, and return it."""
+    token = uuid4().hex
+    with writing(folder):
+        begin(folder / LOCK).write_text(token, encoding="utf-8")
+    return token
 
 
 def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:

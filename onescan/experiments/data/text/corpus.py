@@ -1,7 +1,6 @@
 """Tokenized documents, in memory or cached on disk and mapped into memory."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -264,14 +263,12 @@ def cache_folder() -> Path:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process is reading or writing an entry, and exclude others."""
+    from filelock import FileLock
+
     with _writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = folder.with_suffix(".lock").open("ab")
-    with file:
-        if os.name == "posix":  # other systems have no such locks
-            from fcntl import LOCK_EX, lockf
-
-            lockf(file, LOCK_EX)  # released when the file is closed, or the process ends
+        held = FileLock(folder.with_suffix(".lock"), fallback_to_soft=False).acquire()
+    with held:
         yield
 
 
