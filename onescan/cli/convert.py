@@ -1,16 +1,21 @@
 """The command that converts weights from and to other libraries: convert."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from onescan.cli.options import Argv, echo, parse
+from onescan.cli.options import Argv, Imports, echo, import_files, parse
 
 
 def convert(argv: Argv) -> None:
-    """Convert a model of transformers, timm, diffusers, fla or LION to onescan, or back."""
+    """Convert models of other libraries to onescan, or back.
+
+    A model of transformers, timm, diffusers, fla or LION becomes a native model. With --to, a
+    trained model becomes a folder for from_pretrained of transformers or diffusers.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -21,15 +26,30 @@ def convert(argv: Argv) -> None:
         """Output folder: of an image classifier for predict, of a language model for generate and
         fill, of a denoiser for sample."""
         to: Literal["onescan", "transformers", "diffusers"] = "onescan"
-        """Library to convert to. A native model with softmax attention becomes a ViT, DeiT, GPT-2
-        or BERT of transformers, or a DiT of diffusers."""
+        """Library to convert to. Native models become a ViT, DeiT, GPT-2 or BERT of transformers
+        or a DiT of diffusers if they have that architecture, and otherwise a class of onescan for
+        that library."""
         num_heads: int | None = None
         """Number of attention heads, for a file without config.json. Default: that of the published
         model of the same width."""
+        imports: Imports = ()
 
     options = parse(Options, convert, argv)
     from onescan.experiments.training.convert import convert as convert_weights
 
+    import_files(options.imports)
     model = convert_weights(options.source, options.out, to=options.to, num_heads=options.num_heads)
     count = sum(parameter.numel() for parameter in model.parameters())
-    echo(f"{options.out}: {type(model).__name__} with {count:,} parameters")
+    echo(f"{options.out}: {type(model).__name__} with {count:,} parameters{_parts(options.out)}")
+
+
+def _parts(folder: Path) -> str:
+    """Say what a folder of transformers contains beside the model; empty for other folders."""
+    config = folder / "config.json"
+    if not config.is_file() or "model_type" not in json.loads(config.read_bytes()):
+        return ""
+    if (folder / "tokenizer_config.json").is_file():
+        return " and its tokenizer"
+    if (folder / "preprocessor_config.json").is_file():
+        return " and its image processor"
+    return "; the source has no tokenizer or image processor"

@@ -250,7 +250,7 @@ class ByteTokenizer(Tokenizer):
         return BYTES
 
     def to_transformers(self) -> Any:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
 
         # One letter for each byte; most bytes stand for themselves.
@@ -262,8 +262,15 @@ class ByteTokenizer(Tokenizer):
         tokenizer.decoder = decoders.ByteLevel()
         end, mask = (AddedToken(text, special=True) for text in ("<end>", self.mask_text))
         tokenizer.add_special_tokens([end, mask])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A", pair=f"$A {end.content} $B:1", special_tokens=[(end.content, self.end)]
+        )
         return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token=end, pad_token=end, mask_token=mask
+            tokenizer_object=tokenizer,
+            bos_token=end,
+            eos_token=end,
+            pad_token=end,
+            mask_token=mask,
         )
 
     @cached_property

@@ -382,6 +382,26 @@ def test_a_recipe_in_a_file(tmp_path, capsys):
     assert_fails(capsys, ["show", f"{tmp_path}/none.py:small"], "none.py")
 
 
+def test_a_recipe_imports_modules_beside_its_file(tmp_path, capsys, monkeypatch):
+    (tmp_path / "beside_at_import.py").write_text("WIDTH = 48\n")
+    (tmp_path / "beside_in_call.py").write_text("NAME = 'from beside'\n")
+    (tmp_path / "mine.py").write_text(
+        f"{RECIPE}from beside_at_import import WIDTH\n\n\ndef small():\n"
+        "    from beside_in_call import NAME\n\n"
+        "    run = digits()\n"
+        "    model = dataclasses.replace(run.model, width=WIDTH)\n"
+        "    return dataclasses.replace(run, name=NAME, model=model)\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    before = list(sys.path)
+    assert main(["show", "../mine.py:small"]) == 0
+    assert sys.path == before
+    shown = capsys.readouterr().out
+    assert "from beside" in shown
+    assert "48" in shown
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,8 @@ from onescan.messages import named_type
 
 def import_file(file: str | Path) -> ModuleType:
     """Run a Python file as a module, after which `load` knows the config classes in it.
+
+    It can import the modules beside it, as with ``python FILE.py``.
 
     Raises:
         ValueError: If the file does not exist, is not a Python file, or raises an error.
@@ -30,7 +32,7 @@ def import_file(file: str | Path) -> ModuleType:
     assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # where annotations that are strings are looked up
-    with _errors_as(f"{file} cannot be imported"):
+    with _errors_as(f"{file} cannot be imported"), _modules_beside(path):
         spec.loader.exec_module(module)
     return module
 
@@ -47,13 +49,25 @@ def function_in(file: str, name: str) -> Callable[[], RunConfig]:
             inspect.signature(function).bind()
         except TypeError as error:
             raise ValueError(f"{where} takes arguments, expected a function without any") from error
-        with _errors_as(f"{where} fails"):
+        with _errors_as(f"{where} fails"), _modules_beside(Path(file)):
             run = function()
         if not isinstance(run, RunConfig):
             raise ValueError(f"{where} returned {named_type(run)}, expected a RunConfig")
         return run
 
     return recipe
+
+
+@contextmanager
+def _modules_beside(path: Path) -> Iterator[None]:
+    """Look for imported modules in a file's folder first."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file has removed it
+            sys.path.remove(folder)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,15 +22,23 @@ from onescan.experiments.training.folder import Manifest
 from onescan.experiments.training.sampling import INDEX, load_pipeline
 from onescan.inference.loading import is_run, load, load_language_model
 from onescan.inputs import ImageFormat
-from onescan.inputs.tokenizer import TextFormat, load_tokenizer
+from onescan.inputs.pairs import PairFormat
+from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
 from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
+from onescan.messages import named_type
+from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
+from onescan.models.masked_lm import MaskedLM
+from onescan.models.sequence_classifier import SequenceClassifier
 
 PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EXPORTED: dict[str, tuple[type[nn.Module], ...]] = {
+    "transformers": (ImageClassifier, CausalLM, MaskedLM, SequenceClassifier),
+    "diffusers": (Denoiser,),
+}
 Library = Literal["onescan", "transformers", "diffusers"]
 Write = Callable[..., object]  # writes a folder, given its temporary path and its name
 NO_DATA = "unknown"  # path of the data that a converted model was trained on
@@ -55,8 +64,10 @@ def convert(
             language model with its tokenizer for transformers' ``from_pretrained``, or a denoiser
             as a pipeline of diffusers. If `to` is another library, the folder is for the
             ``from_pretrained`` of that library and includes the tokenizer or image processor.
-        to: "onescan"; or "transformers" or "diffusers", to convert a native model with softmax
-            attention to the same architecture in that library.
+        to: "onescan"; or "transformers" or "diffusers", to convert a native model. If the library
+            has the same architecture (ViT, DeiT, GPT-2, BERT or DiT), the result is of its own
+            class; otherwise of a class of `onescan.integrations`, such as `OnescanForCausalLM` or
+            `DenoiserModel`.
         num_heads: Number of attention heads, for tensors without a config. Default: that of the
             published model of the same width.
 
@@ -68,8 +79,7 @@ def convert(
         FileNotFoundError: If there is no such file or folder.
         ValueError: If the architecture or a setting is not supported, a tensor is missing, unused
             or of another shape (names it), `out` exists and is not empty, or `source` cannot be
-            read; if `to` is another library, also if it has no such model, or no counterpart of a
-            config field (names it).
+            read; if `to` is another library, also if there is no class for the model.
         ImportError: If transformers or diffusers is required and not installed.
     """
     check_choice("to", to, get_args(Library))
@@ -117,39 +127,96 @@ def is_native(fields: Mapping[str, Any]) -> bool:
 
 
 def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Write]:
-    native, fields, save_more = _load(source)
-    model = convert_back(native, library, **fields)
+    native = _load(source)
+    if not isinstance(native.model, EXPORTED[library]):
+        known = ", ".join(kind.__name__ for kind in EXPORTED[library])
+        raise ValueError(
+            f"the model is {named_type(native.model)}, which cannot be converted to {library}; "
+            f"expected one of {known}"
+        )
+    try:
+        return _counterpart(native, library)
+    except ValueError:  # the library has no such architecture
+        return _wrapped(native, library)
+
+
+def _counterpart(native: "_Native", library: str) -> tuple[nn.Module, Write]:
+    """Return a model of the library's own classes, which raises ValueError if there is none."""
+    fields, processor = native.fields, None
+    if native.tokenizer is not None:
+        from onescan.integrations.transformers.convert import special_ids
+
+        processor = native.tokenizer.to_transformers()
+        fields = fields | special_ids(processor)
+    model = convert_back(native.model, library, **fields)
+    if native.image_format is not None:
+        processor = image_processor(native.image_format)
 
     def write(out: Path, name: str) -> None:
         model.save_pretrained(out)
-        save_more(out)
+        if processor is not None:
+            processor.save_pretrained(out)
 
     return model, write
 
 
-def _load(
-    source: str | Path | nn.Module,
-) -> tuple[nn.Module, dict[str, Any], Callable[[Path], object]]:
-    """Return a native model, fields of transformers' config, and a function that saves the rest.
+def _wrapped(native: "_Native", library: str) -> tuple[nn.Module, Write]:
+    """Return a model of onescan's classes for the library, which contains the native model."""
+    if library == "diffusers":
+        from onescan.integrations.diffusers import to_diffusers
 
-    The rest is the tokenizer or the image processor, if there is one.
-    """
+        pipeline = to_diffusers(native.model) if native.pipeline is None else native.pipeline()
+        return pipeline.transformer, lambda out, name: pipeline.save_pretrained(out)
+    from onescan.integrations.transformers import to_transformers
+
+    model = to_transformers(
+        native.model,
+        image_format=native.image_format,
+        tokenizer=native.tokenizer,
+        **native.fields,
+    )
+    if native.max_length is not None:
+        model.processor.model_max_length = native.max_length
+    return model, lambda out, name: model.save_pretrained(out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Native:
+    """A native model, and what a folder of another library contains beside it."""
+
+    model: nn.Module
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Names of classes, as fields of transformers' configs."""
+    tokenizer: Tokenizer | None = None
+    max_length: int | None = None
+    """Tokens of the longest text, if the model was trained to truncate texts."""
+    image_format: ImageFormat | None = None
+    pipeline: Callable[[], Any] | None = None
+    """Loads the pipeline of a denoiser."""
+
+
+def _load(source: str | Path | nn.Module) -> _Native:
     if isinstance(source, nn.Module):
-        return source, {}, lambda out: None
+        return _Native(model=source)
     path = zoo.resolve(Path(source))
     if (path / INDEX).is_file():
-        return load_pipeline(path).transformer.to_onescan(), {}, lambda out: None
+        pipeline = load_pipeline(path)
+        return _Native(model=pipeline.transformer.to_onescan(), pipeline=lambda: pipeline)
     run = load(path) if is_run(path) else None
     if run is None or isinstance(run.format, TextFormat):
         model, tokenizer = load_language_model(str(source))
-        special = tokenizer.to_transformers()
-        ids = {name: getattr(special, name, None) for name in TOKEN_IDS}
-        return model, {k: v for k, v in ids.items() if v is not None}, tokenizer.save
-    if isinstance(run.format, ImageFormat) and isinstance(run.model, ImageClassifier):
-        names = dict(enumerate(run.class_names))
-        fields = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
-        return run.model, fields, image_processor(run.format).save_pretrained
-    return run.model, {}, lambda out: None
+        return _Native(model=model, tokenizer=tokenizer)
+    if isinstance(run.model, Denoiser):
+        return _Native(model=run.model, pipeline=partial(load_pipeline, path))
+    names = dict(enumerate(run.class_names))
+    fields = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    native = _Native(model=run.model, fields=fields if names else {})
+    if isinstance(run.format, PairFormat):
+        encoder = run.format.open(run.folder)
+        return replace(native, tokenizer=encoder.tokenizer, max_length=encoder.length)
+    if isinstance(run.format, ImageFormat):
+        return replace(native, image_format=run.format)
+    return native
 
 
 def image_processor(form: ImageFormat) -> Any:
@@ -196,7 +263,7 @@ def _write(
 
         to_diffusers(model).save_pretrained(out)
     else:
-        from onescan.integrations.transformers import to_transformers
+        from onescan.integrations.transformers.convert import TOKEN_IDS, to_transformers
 
         ids = {name: fields[name] for name in TOKEN_IDS if fields.get(name) is not None}
         to_transformers(model, **ids).save_pretrained(out)

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.configs import differences
 from onescan.inputs.images import ImageFormat
+from onescan.inputs.tokenizer import Tokenizer
 from onescan.integrations.transformers.configuration import OnescanTextConfig
 from onescan.integrations.transformers.image_modeling import OnescanForImageClassification
 from onescan.integrations.transformers.image_processing import OnescanImageProcessor
@@ -31,12 +32,15 @@ CONVERTED: dict[type[nn.Module], type[OnescanModel]] = {
     SequenceClassifier: OnescanForSequenceClassification,
     ImageClassifier: OnescanForImageClassification,
 }
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LANGUAGE_MODELS: dict[str, Any] = {
     kind.__name__: kind for kind in (OnescanForCausalLM, OnescanForMaskedLM)
 }
 
 
-def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any) -> OnescanModel:
+def to_transformers(
+    model: nn.Module, *, image_format: Any = None, tokenizer: Any = None, **fields: Any
+) -> OnescanModel:
     """Convert a native model to a model of transformers. Both share their weights.
 
     `to_transformers(model, eos_token_id=0).save_pretrained(folder)` writes a folder for
@@ -46,33 +50,56 @@ def to_transformers(model: nn.Module, *, image_format: Any = None, **fields: Any
         model: A language model or a classifier.
         image_format: An `onescan.inputs.images.ImageFormat`, as in `onescan.load(...).format`.
             `save_pretrained` then also writes an image processor, which pipelines read.
+        tokenizer: An `onescan.inputs.Tokenizer`, as returned by `onescan.load_language_model`.
+            `save_pretrained` then also writes it, and the ids of its special tokens are the
+            defaults of bos_token_id, eos_token_id and pad_token_id.
         fields: Fields of transformers' configs, such as id2label, eos_token_id or problem_type.
 
     Raises:
-        ValueError: If the class of the model is not supported, a field contradicts the model, or
-            an image format is given for a model that reads no images.
+        ValueError: If the class of the model is not supported, a field contradicts the model, an
+            image format is given for a model that reads no images, or a tokenizer for a model that
+            reads no text or has a smaller vocabulary.
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
         raise ValueError(f"model is {named_type(model)}, expected one of {known}")
     kind: Any = CONVERTED[type(model)]
-    dtype = next(model.parameters()).dtype
-    config = kind.config_class.from_onescan(model.config, dtype=dtype, **fields)
-    for name, given, actual in differences(config.to_onescan(type(model.config)), model.config):
-        raise ValueError(f"{name} is {given!r}, but the model's is {actual!r}")
-    with torch.device("meta"):
-        converted: OnescanModel = kind(config)
-    converted.wrap(model)
-    mark_initialized(converted)
+    native: Any = model.config
+    processor = None
     if image_format is not None:
-        if not isinstance(converted, OnescanForImageClassification):
+        if kind is not OnescanForImageClassification:
             raise ValueError(
                 f"image_format was given for {named_type(model)}, which reads no images"
             )
         if not isinstance(image_format, ImageFormat):
             raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
-        converted.image_processor = OnescanImageProcessor.from_onescan(image_format)
+        processor = OnescanImageProcessor.from_onescan(image_format)
+    if tokenizer is not None:
+        if kind is OnescanForImageClassification:
+            raise ValueError(f"tokenizer was given for {named_type(model)}, which reads no text")
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(
+                f"tokenizer is {named_type(tokenizer)}, expected an onescan.inputs.Tokenizer"
+            )
+        tokenizer.check_vocabulary(native.vocab_size)
+        processor = tokenizer.to_transformers()
+        fields = special_ids(processor) | fields
+    dtype = next(model.parameters()).dtype
+    config = kind.config_class.from_onescan(native, dtype=dtype, **fields)
+    for name, given, actual in differences(config.to_onescan(type(native)), native):
+        raise ValueError(f"{name} is {given!r}, but the model's is {actual!r}")
+    with torch.device("meta"):
+        converted: OnescanModel = kind(config)
+    converted.wrap(model)
+    mark_initialized(converted)
+    converted.processor = processor
     return converted.train(model.training)
+
+
+def special_ids(source: Any) -> dict[str, int]:
+    """Return the token ids that transformers' configs have, from a tokenizer of transformers."""
+    ids = {name: getattr(source, name, None) for name in TOKEN_IDS}
+    return {name: i for name, i in ids.items() if i is not None}
 
 
 def load_pretrained(name: str) -> CausalLM | MaskedLM:

@@ -71,16 +71,6 @@ class OnescanForImageClassification(_ReadsImages):
 
     pipeline_tag = "image-classification"
     model: OnescanImageModel
-    image_processor: Any = None
-    """Saved with the model, if `to_transformers` was given an image format."""
-
-    def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
-    ) -> None:
-        """Save the model, and its image processor if there is one."""
-        super().save_pretrained(save_directory, is_main_process, *rest, **options)
-        if is_main_process and self.image_processor is not None:
-            self.image_processor.save_pretrained(save_directory)
 
     def wrap(self, native: ImageClassifier) -> None:
         self.wrap_base(OnescanImageModel, native)

@@ -60,6 +60,8 @@ class OnescanModel(PreTrainedModel):
     """Config of the native model."""
     pipeline_tag: ClassVar[str | None] = None
     """Task of the Hugging Face Hub, for the model card."""
+    processor: Any = None
+    """Tokenizer or image processor that `save_pretrained` also writes, if there is one."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # LRPE multiplies these angles and their rounding errors by the position of a token
@@ -118,10 +120,12 @@ class OnescanModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> None:
-        """Save the model, with a model card if the folder has no README.md."""
+        """Save the model and its `processor`, with a model card if the folder has no README.md."""
         super().save_pretrained(save_directory, is_main_process, *rest, **options)
         if not is_main_process:
             return
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)
         name, package = type(self).__name__, __package__
         write_model_card(
             save_directory,
