@@ -95,18 +95,21 @@ def _evaluate_run(options: Any) -> None:
     from onescan.experiments.training.distributed import Ranks, choose_device
     from onescan.experiments.training.evaluation import evaluate as evaluate_model
     from onescan.experiments.training.folder import read_manifest
+    from onescan.experiments.training.precision import choose_precision, precision_note
     from onescan.experiments.training.runs import build_task
     from onescan.inference.loading import load
 
     checkpoint = load(options.checkpoint)
     run, device = read_manifest(checkpoint.folder).run, choose_device(options.device, Ranks())
     task = build_task(checkpoint, options.split)
-    for note in task.notes:
-        echo(f"note: {note}")
+    precision = choose_precision(run.training.precision, device)
+    for note in (*task.notes, precision_note(run.training.precision, precision, device)):
+        if note:
+            echo(f"note: {note}")
     evaluation = evaluate_model(
         checkpoint.model.to(device),
         task,
-        precision=run.training.precision,
+        precision=precision,
         workers=choose_workers(options.workers, task.test),
         progress=True,
     )

@@ -27,6 +27,7 @@ from onescan.experiments.tasks.language_modelling import MaskedLanguageModelling
 from onescan.experiments.training.config import Precision, RunConfig
 from onescan.experiments.training.distributed import Ranks, choose_device
 from onescan.experiments.training.optim import autocast
+from onescan.experiments.training.precision import choose_precision
 from onescan.experiments.training.runs import run_config
 from onescan.inference.loading import load_language_model
 from onescan.inputs.tokenizer import Ids, TextFormat, Tokenizer
@@ -120,8 +121,9 @@ def measure_lengths(
     run = run_config(checkpoint)
     ids = read_tokens(checkpoint, run, tokenizer, config)
     inputs, labels = inputs_and_labels(model, tokenizer, ids, run)
-    model = model.to(choose_device(device, Ranks()))
-    precision: Precision = run.training.precision if run else "float32"
+    place = choose_device(device, Ranks())
+    model = model.to(place)
+    precision = choose_precision(run.training.precision if run else "float32", place)
     predicted = int((labels != IGNORE_INDEX).sum())
     position = model.config.position
     max_tokens = position.max_tokens if isinstance(position, TokenPositionConfig) else math.inf

@@ -49,7 +49,7 @@ LIGHTNET = TrainingConfig(
     schedule="constant",
     max_grad_norm=None,
     ema_decay=0.9999,
-    precision="bfloat16",
+    precision="auto",
     evaluate_every=10.0,
 )
 # LightNet, Sec. 6.1: the largest model, which Table 3 evaluates, is trained twice as long
@@ -141,7 +141,7 @@ def _cifar10(name: str, model: DenoiserConfig) -> RunConfig:
             learning_rate=5e-4,
             weight_decay=0.0,
             ema_decay=0.9999,
-            precision="bfloat16",
+            precision="auto",
             evaluate_every=10.0,
             checkpoint_every=5.0,
         ),

@@ -77,7 +77,7 @@ class GlueRecipe:
         return TrainingConfig(
             epochs=self.epochs[place],
             batch_size=self.batch_sizes[place],
-            precision="bfloat16",
+            precision="auto",
             learning_rate=self.learning_rates[place],
             weight_decay=self.weight_decays[place],
             decoupled_weight_decay=task not in self.adamw,

@@ -162,7 +162,7 @@ LIGHTNET_TRAINING = TrainingConfig(
     warmup=20 / 300,
     final_lr_ratio=0.02,
     max_grad_norm=5.0,
-    precision="bfloat16",
+    precision="auto",
 )
 # The baselines of LightNet's Table 1. TransNormerLLM (TNL) is trained like LightNet. HGRN and
 # HGRN2 differ by the settings of the scripts in OpenNLPLab/HGRN and OpenNLPLab/HGRN2.
@@ -178,7 +178,7 @@ DEIT_TRAINING = TrainingConfig(
     warmup=5 / 300,
     final_lr_ratio=0.01,
     max_grad_norm=None,
-    precision="bfloat16",
+    precision="auto",
 )
 # LION, arXiv:2502.16249, App. C.11: the recipe of ViT, with code adapted from DeiT's, which uses
 # this EMA; batches of 1024 images.

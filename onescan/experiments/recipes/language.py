@@ -98,7 +98,7 @@ def _pile(size: str, rows: int, billion_tokens: int) -> RunConfig:
             final_lr_ratio=0.1,
             evaluate_every=0.05,
             checkpoint_every=0.01,
-            precision="bfloat16",
+            precision="auto",
         ),
     )
 
@@ -125,7 +125,7 @@ def _openwebtext(name: str, model: str) -> RunConfig:
             final_lr_ratio=0.1,
             evaluate_every=0.01,
             checkpoint_every=0.01,
-            precision="bfloat16",
+            precision="auto",
         ),
     )
 
@@ -181,7 +181,7 @@ def cramming_lightnet() -> RunConfig:
             max_grad_norm=0.5,
             evaluate_every=0.05,
             checkpoint_every=0.02,
-            precision="bfloat16",
+            precision="auto",
         ),
     )
 
@@ -218,7 +218,7 @@ def _c4(kind: str, size: str) -> RunConfig:
             final_lr_ratio=0.02,
             evaluate_every=0.05,
             checkpoint_every=0.02,
-            precision="bfloat16",
+            precision="auto",
         ),
     )
 
@@ -253,7 +253,7 @@ def wikipedia_ldn() -> RunConfig:
             schedule="linear",
             evaluate_every=0.05,
             checkpoint_every=0.02,
-            precision="bfloat16",
+            precision="auto",
         ),
     )
 

@@ -215,7 +215,8 @@ def _seeds(group: RunGroup) -> list[list[str]]:
 def _facts(group: RunGroup) -> list[tuple[str, str]]:
     first, *later = group.runs[0].manifest.environments
     facts = [("Data", note) for note in group.runs[0].manifest.notes]
-    facts += [("Device", _device(first)), ("Versions", _versions(first))]
+    precision = group.runs[0].manifest.used_precision
+    facts += [("Device", f"{_device(first)}, {precision}"), ("Versions", _versions(first))]
     if first.commit:
         facts.append(("Commit", first.commit))
     for place in later:

@@ -12,8 +12,10 @@ from onescan.experiments.tasks import Evaluation, Task, TaskConfig
 from onescan.ops.backend import BACKENDS, Backend
 
 Precision = Literal["float32", "bfloat16", "float16"]
+RunPrecision = Literal["auto", "float32", "bfloat16", "float16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
+AUTO: Literal["auto"] = "auto"
 MAX_WORKERS = 1024
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
@@ -34,9 +36,10 @@ class TrainingConfig:
     the batch size constant."""
     batch_size_ramp: float = 0.5
     """Fraction of the run's examples after which a growing batch size reaches batch_size."""
-    precision: Precision = "float32"
+    precision: RunPrecision = "float32"
     """Precision of matrix products (mixed precision). Weights, reductions and the loss stay in
-    float32."""
+    float32. auto is bfloat16 if the device has instructions for it, and otherwise float32; a
+    resumed run keeps the precision it began with."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after the warm-up."""
     weight_decay: float = 0.05
@@ -99,7 +102,7 @@ class TrainingConfig:
                 f"training.batch_size_ramp is {self.batch_size_ramp}, but requires "
                 "training.initial_batch_size"
             )
-        check_choice("training.precision", self.precision, get_args(Precision))
+        check_choice("training.precision", self.precision, get_args(RunPrecision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")

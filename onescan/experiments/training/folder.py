@@ -42,7 +42,7 @@ from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_
 from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
 from onescan.experiments.locks import LOCK
 from onescan.experiments.tasks import Evaluation, Task
-from onescan.experiments.training.config import RunConfig, RunResult
+from onescan.experiments.training.config import AUTO, Precision, RunConfig, RunResult
 from onescan.experiments.training.logging import (
     EVENTS,
     METRICS,
@@ -106,8 +106,17 @@ class Manifest:
     """Number of training examples."""
     notes: tuple[str, ...] = ()
     """Notes of the data; see `Splits`."""
+    precision: Precision | None = None
+    """Precision of matrix products, which the run keeps on every device. None in older versions,
+    where it is that of the config."""
     environments: tuple[Environment, ...]
     """The first one, and another for each change when the run was resumed."""
+
+    @property
+    def used_precision(self) -> Precision:
+        """Precision of matrix products."""
+        asked = self.run.training.precision
+        return self.precision or ("float32" if asked == AUTO else asked)
 
 
 def check_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
@@ -127,7 +136,7 @@ def check_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
         check_regular(path)
     if not folder.exists() or all(p.suffix == PARTIAL or p.name == LOCK for p in folder.iterdir()):
         return False
-    existing = _run_in(folder)
+    existing = _manifest_in(folder)
     if overwrite or not _has_checkpoint(folder):
         return True
     _check_same_run(folder, existing, run)
@@ -159,6 +168,7 @@ def write_manifest(
     *,
     step: int,
     processes: int,
+    precision: Precision,
 ) -> tuple[str, ...]:
     """Write config.json and the files of the format; for a resumed run, add the environment.
 
@@ -196,6 +206,7 @@ def write_manifest(
         class_names=task.class_names,
         examples=len(task.train),
         notes=task.notes,
+        precision=precision,
         environments=before if same else (*before, here),
     )
     write_config(folder, configs.to_dict(manifest))
@@ -326,9 +337,9 @@ def _class_change(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     return next((f"class {i} was {a!r} and is now {b!r}" for i, (a, b) in pairs if a != b), "")
 
 
-def _run_in(folder: Path) -> RunConfig:
+def _manifest_in(folder: Path) -> Manifest:
     try:
-        return read_manifest(folder).run
+        return read_manifest(folder)
     except ValueError as error:
         raise ValueError(
             f"{error}; choose another folder, because this one is not empty"
@@ -339,8 +350,10 @@ def _has_checkpoint(folder: Path) -> bool:
     return last_state(folder) is not None or (folder / WEIGHTS).exists()
 
 
-def _check_same_run(folder: Path, there: RunConfig, run: RunConfig) -> None:
-    found = [d for d in configs.differences(there, run) if not d[0].startswith(MACHINE)]
+def _check_same_run(folder: Path, there: Manifest, run: RunConfig) -> None:
+    found = [d for d in configs.differences(there.run, run) if not d[0].startswith(MACHINE)]
+    if run.training.precision in (AUTO, there.used_precision):
+        found = [d for d in found if d[0] != "training.precision"]
     if not found:
         return
     listed = [

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -37,7 +37,13 @@ from onescan.experiments.data.share import Share
 from onescan.experiments.installation import require_train
 from onescan.experiments.locks import LOCK, locked
 from onescan.experiments.tasks import Batch, BatchPlan, Evaluation, Metrics, Task
-from onescan.experiments.training.config import MachineConfig, RunConfig, RunResult, TrainingConfig
+from onescan.experiments.training.config import (
+    MachineConfig,
+    Precision,
+    RunConfig,
+    RunResult,
+    TrainingConfig,
+)
 from onescan.experiments.training.data import Loader, choose_workers, share_of_batch
 from onescan.experiments.training.distributed import (
     Interrupts,
@@ -52,6 +58,7 @@ from onescan.experiments.training.evaluation import eval_mode, evaluate, make_pi
 from onescan.experiments.training.folder import (
     check_run_dir,
     prepare_run_dir,
+    read_manifest,
     read_result,
     write_manifest,
     write_result,
@@ -79,6 +86,7 @@ from onescan.experiments.training.optim import (
     lower_scale,
     underflowed,
 )
+from onescan.experiments.training.precision import choose_precision, precision_note
 from onescan.experiments.training.state import TrainingState, last_state, restore_state, save_state
 from onescan.experiments.training.transfer import AttentionTransfer, Average
 from onescan.messages import printable
@@ -133,7 +141,15 @@ def train(
         torch.manual_seed(derive_seed(settings.seed, "model"))
         model = build_unchecked(run.model)
         initialized = ""
-        if run.init_from and (is_replaced or not ranks.first(lambda: last_state(folder))):
+        is_new = is_replaced or not ranks.first(lambda: last_state(folder))
+        precision: Precision = ranks.first(
+            lambda: (
+                choose_precision(settings.precision, device)
+                if is_new
+                else read_manifest(folder).used_precision
+            )
+        )
+        if run.init_from and is_new:
             initialized = init_from(run.init_from, model, task.class_names)
         model = model.to(device)
         task.prepare_training(device)
@@ -141,24 +157,25 @@ def train(
             patch_size = getattr(getattr(model, "patchify", None), "patch_size", (1,))
             task.shard(Share(ranks.sequence_rank, ranks.sequence, patch=patch_size[0]))
         if is_replaced:
-            dry_run(model, task, settings, device, transfer)
+            dry_run(model, task, settings, precision, device, transfer)
         trained = prepare(model, machine, ranks, device)
         state = TrainingState(
             model=model,
             optimizer=build_optimizer(model, settings),
             ema=EMA(model, settings.ema_decay) if settings.ema_decay else None,
-            scaler=build_scaler(settings.precision, device),
+            scaler=build_scaler(precision, device),
         )
         _enter_first(stack, ranks, lambda: locked(folder))
         _check_shared(folder, ranks)
         ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
-        where = {"step": state.step, "processes": ranks.size}
+        where: Any = {"step": state.step, "processes": ranks.size, "precision": precision}
         changes = ranks.first(lambda: write_manifest(folder, run, task, device, **where))
         records = _enter_first(stack, ranks, lambda: closing(Records(folder, run, upto=state.step)))
         loop = Loop(
             folder=folder,
             settings=settings,
+            precision=precision,
             machine=machine,
             task=task,
             plan=plan,
@@ -186,6 +203,8 @@ class Loop:
 
     folder: Path
     settings: TrainingConfig
+    precision: Precision
+    """Precision of matrix products, which settings may leave open."""
     machine: MachineConfig
     task: Task
     plan: Plan
@@ -379,7 +398,7 @@ class Loop:
         assert self.transfer is not None
         if len(parts) == 1:
             return self.ranks.average
-        with torch.no_grad(), autocast(self.settings.precision, self.device):
+        with torch.no_grad(), autocast(self.precision, self.device):
             norms = [self.transfer.norms(self.state.model, self.task, part) for part in parts]
         total = self.ranks.average(torch.stack(norms).sum(dim=0))
         return lambda _: total
@@ -392,7 +411,7 @@ class Loop:
             average: Averages the norms of attention transfer; None trains on the task.
         """
         try:
-            with autocast(self.settings.precision, self.device):
+            with autocast(self.precision, self.device):
                 if self.transfer and average:
                     if self.steps_now == 0:
                         self.check_task(part)
@@ -444,12 +463,12 @@ class Loop:
             evaluation = evaluate(
                 state.model,
                 self.task,
-                precision=self.settings.precision,
+                precision=self.precision,
                 workers=choose_workers(self.machine.workers, self.task.test),
                 ranks=self.ranks,
                 progress=self.display.has_bar,
             )
-            picture = make_picture(state.model, self.task, precision=self.settings.precision)
+            picture = make_picture(state.model, self.task, precision=self.precision)
         self.metrics = evaluation.metrics
         self.numbers |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
@@ -522,13 +541,15 @@ class Loop:
         size, first = settings.batch_size, settings.initial_batch_size
         growth = "" if first is None else f"{first} to "
         per_epoch = "" if first else f" of {plan.per_epoch:,}"
+        about = precision_note(settings.precision, self.precision, self.device)
         return (
             f"model: {name}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"
             + "".join(f"note: {printable(note)}\n" for note in task.notes)
-            + f"device: {device}, {settings.precision}\n"
-            f"batch size: {growth}{size}{split}\n"
+            + f"device: {device}, {self.precision}\n"
+            + (f"note: {about}\n" if about else "")
+            + f"batch size: {growth}{size}{split}\n"
             f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
             f"{self.phases()}" + "".join(f"\nchanged: {change}" for change in self.changes)
         )
@@ -587,6 +608,7 @@ def dry_run(
     model: nn.Module,
     task: Task,
     settings: TrainingConfig,
+    precision: Precision,
     device: torch.device,
     transfer: AttentionTransfer | None = None,
 ) -> None:
@@ -595,7 +617,7 @@ def dry_run(
     examples = next(plan).examples[:2]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         batch = task.to_device(task.train.read(examples).batch, device)
-        with eval_mode(model), autocast(settings.precision, device):
+        with eval_mode(model), autocast(precision, device):
             batch = task.corrupt(task.augment(batch, 0), 0)
             task.loss(model, batch)
             if transfer:
