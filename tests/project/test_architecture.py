@@ -34,7 +34,7 @@ def layers() -> list[set[str]]:
         names, about = re.split(r"  +", line)
         if names == "experiments":
             found += [{f"experiments.{name}"} for name in about.split(" > ")]
-            found.append({"experiments", "experiments.installation"})
+            found.append({"experiments", "experiments.installation", "experiments.locks"})
         else:
             found += [{name} for name in names.split(" > ")]
     assert found[0] == {"cli"}
