@@ -1,9 +1,10 @@
 """Documents of text from files, folders, saved datasets or the Hugging Face hub.
 
-Plain text, JSON and tables on disk are read by onescan and not by the datasets library, which does
-not report the file and line of an error, cannot skip a damaged document, and first copies
-everything to its cache. All sources are read from their beginning or from a mark, so that a
-stream can resume.
+Plain text, JSON and tables on disk are read by onescan and not by the datasets library. The library
+does not report the file and line of an error, cannot skip a damaged document and count it, and
+changes texts: in CSV files, "NA" becomes None and "007" a number, and in JSON files, "2024-01-01"
+becomes a datetime. All sources are read from their beginning or from a mark, so that a stream can
+resume.
 """
 
 import re
