@@ -26,7 +26,14 @@ from onescan.experiments.report.format import (
     plain_table,
     plural,
 )
-from onescan.experiments.report.page import Figure, Section, check_report_path, fragment, render
+from onescan.experiments.report.page import (
+    Figure,
+    Page,
+    Section,
+    best,
+    check_report_path,
+    fragment,
+)
 from onescan.experiments.report.plots import (
     SERIES,
     SMALLEST,
@@ -55,6 +62,10 @@ READING = frozenset(  # fields of data configs that change how images are read, 
     {"channels", "image_size", "mean", "on_error", "shuffle_block", "std", "streaming"}
     | {"test_crop", "train_crop"}
 )
+INFERRED = frozenset(  # fields that usually follow from the data or from other settings
+    {"channels", "fill", "image_size", "mean", "num_classes", "patch_size", "std", "vocab_size"}
+)
+ORDER = ("data", "training", "task", "init_from", "transfer", "model")  # of settings that differ
 NAMED_BY = 3  # settings that distinguish recipes of the same name
 ABSENT = "\N{EM DASH}"
 STYLES = ("-", "--", ":")  # of lines, where colors repeat
@@ -62,6 +73,16 @@ FEW = 3  # use a smaller unit below this number of time units
 LEAD = (
     "Finished runs side by side. Runs of a recipe that differ only in seed and machine share a row."
     " If a seed occurs twice, each machine has its own row."
+)
+NOTE = (
+    "Seeds: their number and, in brackets, their values. Test metrics are the mean and standard "
+    "deviation over seeds; all other numbers are means over seeds. Examples/s is the throughput of "
+    "the median training step. Training is the time of all training steps, without evaluations and "
+    "checkpoints. Waiting is the share of this time spent waiting for data. Memory is the peak, of "
+    "the GPU if there is one. Speed and memory are comparable only between equal machines. Bold "
+    "marks the best value of a column if its lead exceeds the standard deviation over seeds; "
+    "without one, the lead must be 2%, for accuracies 2% of the error. Training time has a best "
+    "value only if all runs took the same number of steps."
 )
 SETTINGS = (
     "Every setting in which any two recipes differ, by its path in the run's config.json. A dash "
@@ -84,6 +105,16 @@ class Row:
     def config(self) -> RunConfig:
         """Config of the first run; the others differ from it only in their seed and machine."""
         return self.runs[0].manifest.run
+
+    @property
+    def folders(self) -> str:
+        """The folders of the runs; the one that contains them if they are seeds in one folder."""
+        folders = [run.result.folder for run in self.runs]
+        parents = {folder.parent for folder in folders}
+        are_seeds = all(folder.name.startswith("seed-") for folder in folders)
+        if len(folders) > 1 and len(parents) == 1 and are_seeds:
+            return str(*parents)
+        return ", ".join(map(str, folders))
 
     @property
     def letter(self) -> str:
@@ -115,12 +146,13 @@ def comparison_table(runs: Sequence[Path]) -> str:
     """
     rows = read_rows(runs)
     columns = table_columns(rows)
-    cells = [["", "seeds", *(column.head for column in columns)]]
+    cells = [["", "folder", "seeds", *(column.head for column in columns)]]
     cells += [
-        [row.name, str(len(row.runs)), *(column.format(row) for column in columns)] for row in rows
+        [row.name, row.folders, str(len(row.runs)), *(column.format(row) for column in columns)]
+        for row in rows
     ]
     warning = data_warning([row.config for row in rows])
-    return "\n".join(filter(None, [plain_table(cells), warning]))
+    return "\n".join(filter(None, [plain_table(cells, left=2), warning]))
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> Path:
@@ -140,17 +172,19 @@ def write_comparison(runs: Sequence[Path], path: Path) -> Path:
     check_report_path(path)
     rows = read_rows(runs)
     count = plural(sum(len(row.runs) for row in rows), "run")
-    folders = [(row.badge, row.name, [str(run.result.folder) for run in row.runs]) for row in rows]
-    return render(
-        "comparison.html",
-        path,
+    page = Page(
         kind="comparison",
         title=f"{count} in {plural(len(rows), 'row')}",
         lead=f"{LEAD} {data_warning([row.config for row in rows])}".strip(),
-        table=_marked_table(rows),
-        runs=folders,
+        table=fragment("table", _marked_table(rows), "numbers lined"),
+        note=NOTE,
+        facts=[
+            (row.badge + row.name, ", ".join(str(run.result.folder) for run in row.runs))
+            for row in rows
+        ],
         sections=[_over_epochs(rows), _over_time(rows), _settings(rows)],
     )
+    return page.write(path)
 
 
 # Runs and the rows they belong to
@@ -238,27 +272,47 @@ def _names(runs: list[FinishedRun]) -> list[str]:
     for run in runs:
         config = run.manifest.run
         namesakes = [other.manifest.run for other in runs if other.manifest.run.name == config.name]
-        settings = [
-            f"{path} {format_setting(config, path)}"
-            for path in differing_settings(namesakes)[:NAMED_BY]
-        ]
+        differing = differing_settings(namesakes)
+        chosen = [path for path in differing if not _is_inferred(path)] or differing
+        shown = dict(zip(chosen, _short(chosen), strict=True))
+        settings = [f"{shown[path]} {format_setting(config, path)}" for path in chosen[:NAMED_BY]]
         same_recipe = [other for other in runs if _is_same_recipe(run, other)]
         settings += [
-            f"{name} {machine(run)[name]}" for name in differing_machines(same_recipe)[:NAMED_BY]
+            f"{name.removeprefix(MACHINE)} {machine(run)[name]}"
+            for name in differing_machines(same_recipe)[:NAMED_BY]
         ]
         names.append(f"{config.name} ({', '.join(settings)})" if settings else config.name)
     return names
+
+
+def _short(paths: list[str]) -> list[str]:
+    """Return the last names of dotted paths where these are unique, else whole paths.
+
+    >>> _short(["model.mixer.type", "data.channels", "model.channels"])
+    ['mixer', 'data.channels', 'model.channels']
+    """
+    names = [path.removesuffix(".type").rpartition(".")[2] for path in paths]
+    pairs = zip(names, paths, strict=True)
+    return [name if names.count(name) == 1 else path for name, path in pairs]
 
 
 # Settings
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[str]:
-    """List the dotted paths in which any two recipes differ, except for their names."""
+    """List the dotted paths in which any two recipes differ, except for their names.
+
+    Settings that people choose come first, and those that follow from the data last.
+    """
     found = {
         path: None for a, b in combinations(configs, 2) for path, *_ in config_differences(a, b)
     }
-    return [path for path in found if path != NAME]
+    paths = [path for path in found if path != NAME]
+    return sorted(paths, key=lambda path: (_is_inferred(path), ORDER.index(path.partition(".")[0])))
+
+
+def _is_inferred(path: str) -> bool:
+    return path.rpartition(".")[2] in INFERRED
 
 
 def differing_machines(runs: Sequence[FinishedRun]) -> list[str]:
@@ -322,7 +376,7 @@ def _settings(rows: Sequence[Row]) -> Section:
         return Section(title, lead="None, except for the name.")
     heads = ["", *(row.badge + row.name for row in rows)]
     body = [[Markup("<code>{}</code>").format(path), *values] for path, *values in table]
-    html = fragment("table", [heads, *body])
+    html = fragment("table", [heads, *body], "settings lined")
     return Section(title, [Figure("Settings", html, SETTINGS, columns=3)])
 
 
@@ -418,7 +472,7 @@ def _marked_table(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         seeds = f"{len(row.runs)} ({', '.join(str(run.seed) for run in row.runs)})"
         cells = [
-            Markup('<b class="best">{}</b>').format(text) if leader == row.index else text
+            best(text) if leader == row.index else text
             for leader, text in zip(leaders, (each.format(row) for each in columns), strict=True)
         ]
         table.append([row.badge + row.name, seeds, *cells])

@@ -49,7 +49,7 @@ def learned_decays(group: RunGroup) -> Section:
         f"depends on the token, this is its geometric mean over {len(batch[0])} held-out "
         f"{task.unit}. Model of seed {group.runs[0].seed}.{other_mixers(model, mixers)}"
     )
-    return Section(DECAYS, [_decay_figure(scans)], lead)
+    return Section(DECAYS, [_decay_figure(scans)], lead, folded=True)
 
 
 def mean_decays(model: nn.Module, run: Callable[[], object]) -> list[MeanDecays]:

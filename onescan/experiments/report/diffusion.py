@@ -133,7 +133,7 @@ def section(group: RunGroup) -> Section:
         _distance_figure(lines, shares),
         _influence_figure(lines, shares),
     ]
-    return Section(TITLE, figures, lead)
+    return Section(TITLE, figures, lead, folded=True)
 
 
 # What diffuses, and how far

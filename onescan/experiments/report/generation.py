@@ -15,10 +15,11 @@ from onescan.experiments.report.images import class_accuracy, confusion_figure
 from onescan.experiments.report.page import (
     Card,
     Figure,
+    Page,
     Section,
+    best,
     check_report_path,
     fragment,
-    render,
 )
 from onescan.experiments.report.plots import (
     Line,
@@ -85,9 +86,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
 
     check_report_path(out / PAGE)
     images = {score.guidance: first_images(out / score.folder) for score in scores.scores}
-    return render(
-        "scores.html",
-        out / PAGE,
+    page = Page(
         kind="image generation",
         title=scores.name,
         lead=LEAD,
@@ -100,6 +99,7 @@ def write_generation(scores: "GenerationScores", out: Path) -> Path:
             *_classes(scores),
         ],
     )
+    return page.write(out / PAGE)
 
 
 # Numbers
@@ -191,8 +191,8 @@ def _facts(scores: "GenerationScores") -> Iterator[tuple[str, str]]:
 def _numbers(scores: "GenerationScores") -> Section:
     columns, rows = column_names(scores), table_rows(scores)
     if len(scores.scores) > 1:
-        best = 1 + scores.scores.index(best_score(scores))
-        rows[best] = [Markup('<b class="best">{}</b>').format(cell) for cell in rows[best]]
+        i = 1 + scores.scores.index(best_score(scores))
+        rows[i] = [best(cell) for cell in rows[i]]
     table = fragment("table", rows, "numbers lined")
     names = {
         field: name if scores.is_inception else name.capitalize()
@@ -287,16 +287,16 @@ def _images(
     scores: "GenerationScores", images: Mapping[float | None, "Shown | None"]
 ) -> list[Section]:
     """Return a section with the first images of each guidance scale, starting with the best."""
-    best, figures = best_score(scores), []
-    for score in sorted(scores.scores, key=lambda score: score is not best):
+    chosen, figures = best_score(scores), []
+    for score in sorted(scores.scores, key=lambda score: score is not chosen):
         shown = images[score.guidance]
         if shown is None or not len(shown.images):
             continue
-        count = len(shown.images) if score is best else MAX_OTHERS
+        count = len(shown.images) if score is chosen else MAX_OTHERS
         labels = shown.labels[:count].tolist()
         grid = _image_grid(unit_pixels(shown.images[:count]), labels, scores.class_names)
         caption = "Unselected samples" + ", by requested class" * (max(labels) >= 0) + "."
-        if score is not best:
+        if score is not chosen:
             caption += " They start from the same noise as those above."
         title = f"The first {plural(len(labels), 'image')}{_at(score)}"
         figures.append(Figure(title, grid, caption, columns=3))

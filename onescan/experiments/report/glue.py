@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from onescan.experiments.data.glue import PROBLEMS, GlueTask
 from onescan.experiments.recipes.glue import GLUE
@@ -16,10 +15,11 @@ from onescan.experiments.report.format import duration, metric_name, plain_table
 from onescan.experiments.report.page import (
     Card,
     Figure,
+    Page,
     Section,
+    best,
     check_report_path,
     fragment,
-    render,
 )
 from onescan.experiments.report.plots import Line, dot_chart, line_chart, series
 from onescan.experiments.report.runs import Column, FinishedRun, SeedValues, check_seeds, read_run
@@ -29,6 +29,11 @@ from onescan.experiments.training.folder import write_json
 
 SUMMARY, PAGE = "summary.json", "report.html"
 HEADS = ("task", "metric", "value", "score")
+NOTE = (
+    "Scores on the published dev sets, after the last training step. A score is the mean of a "
+    "task's metrics, times 100. The average is the mean of the scores. The standard deviation over "
+    "seeds follows \N{PLUS-MINUS SIGN}."
+)
 SETTING_HEADS = (
     *("task", "initial weights", "examples", "learning rate", "weight decay", "kind of decay"),
     *("epochs", "batch size", "max. tokens"),
@@ -180,18 +185,18 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
     *rows, (*average, score) = table_rows(outcome)
     check_report_path(folder / PAGE)
     write_json(folder / SUMMARY, outcome.to_dict())
-    return render(
-        "glue.html",
-        folder / PAGE,
+    page = Page(
         kind="GLUE",
         title=f"{outcome.checkpoint} on {tasks}",
         lead=f"A masked language model, fine-tuned on {tasks} of GLUE with {seeds}, by the recipe "
         f"{GLUE[outcome.recipe].title} ({GLUE[outcome.recipe].source})."
         + (f" {chosen_note(outcome)}" if outcome.tried else ""),
         cards=_cards(outcome),
-        table=[HEADS, *rows, [*average, Markup('<b class="best">{}</b>').format(score)]],
+        table=fragment("table", [HEADS, *rows, [*average, best(score)]]),
+        note=NOTE,
         sections=[_scores(outcome), _settings(outcome)],
     )
+    return page.write(folder / PAGE)
 
 
 def scores_over_training(run: FinishedRun) -> Column:

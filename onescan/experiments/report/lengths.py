@@ -7,7 +7,7 @@ import numpy as np
 from markupsafe import Markup
 
 from onescan.experiments.report.format import metric_value, percent, plain_table, plural
-from onescan.experiments.report.page import Card, Figure, Section, fragment, render
+from onescan.experiments.report.page import Card, Figure, Page, Section, fragment
 from onescan.experiments.report.plots import Line, Scale, line_chart, series
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def write_lengths(scores: "LengthScores", path: Path) -> Path:
         ValueError: If another file exists at the path.
         OSError: If the page cannot be written. An existing page stays intact.
     """
-    return render(
-        "scores.html",
-        path,
+    page = Page(
         kind="context lengths",
         title=scores.name,
         lead=CAUSAL if scores.is_causal else MASKED,
@@ -58,6 +56,7 @@ def write_lengths(scores: "LengthScores", path: Path) -> Path:
         facts=_facts(scores),
         sections=[_curves(scores), _numbers(scores)],
     )
+    return page.write(path)
 
 
 def loss_by_position(scores: "LengthScores") -> "list[PlaceScore]":

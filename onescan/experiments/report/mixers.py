@@ -140,7 +140,9 @@ def key_importance(group: RunGroup) -> Section:
         "Each LightNet head reads one weighted sum over all tokens; a token's weight comes from "
         f"its key. Model of seed {group.runs[0].seed}.{other_mixers(model, mixers)}"
     )
-    return Section(KEYS, [_examples_figure(group, model), _mean_figure(group, model)], lead)
+    return Section(
+        KEYS, [_examples_figure(group, model), _mean_figure(group, model)], lead, folded=True
+    )
 
 
 class Example(NamedTuple):
@@ -401,7 +403,7 @@ def position_kernels(group: RunGroup) -> Section:
         f"patches {sides} {where}{lines}, channel by channel. "
         f"Model of seed {group.runs[0].seed}."
     )
-    return Section(TOEPLITZ, [by_distance, overview], lead)
+    return Section(TOEPLITZ, [by_distance, overview], lead, folded=True)
 
 
 def axis_kernels(position: ToeplitzPosition, shape: tuple[int, ...]) -> list[Kernels]:
@@ -516,7 +518,7 @@ def frequencies(group: RunGroup) -> Section:
         f"{plural(theta[..., 0].numel(), 'head')} in {plural(len(theta), 'block')}, model of seed "
         f"{group.runs[0].seed}.{other_mixers(group.model, mixers)}"
     )
-    return Section(LRPE, [figure], lead)
+    return Section(LRPE, [figure], lead, folded=True)
 
 
 def _frequency_dots(

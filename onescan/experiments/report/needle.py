@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onescan.experiments.report.format import percent, plain_table, plural
-from onescan.experiments.report.page import Card, Figure, Section, render
+from onescan.experiments.report.page import Card, Figure, Page, Section
 from onescan.experiments.report.plots import Axis, heat_map
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
         Figure("Found", found, FOUND, columns),
         Figure("Gain in log-probability", gained, GAIN, columns),
     ]
-    return render(
-        "scores.html",
-        path,
+    page = Page(
         kind="needle in a haystack",
         title=grid.name,
         lead=LEAD,
@@ -89,6 +87,7 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
         ],
         sections=[Section("Needles by length and depth", figures)],
     )
+    return page.write(path)
 
 
 def _cards(grid: "NeedleGrid") -> list[Card]:

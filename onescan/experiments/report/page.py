@@ -1,6 +1,7 @@
-"""Render self-contained HTML pages from templates, and write them to files."""
+"""Render self-contained HTML pages from one template, and write them to files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -54,11 +55,13 @@ class Section(NamedTuple):
         title: A few words.
         figures: Empty if the section does not apply; then `lead` gives the reason.
         lead: Introduction to the figures.
+        folded: Whether the reader has to open it.
     """
 
     title: str
     figures: Sequence[Figure] = ()
     lead: str = ""
+    folded: bool = False
 
     @property
     def anchor(self) -> str:
@@ -88,30 +91,40 @@ class Card(NamedTuple):
     spread: str = ""
 
 
-def render(template: str, path: Path, **context: Any) -> Path:
-    """Render a template and write the page, replacing an existing page of onescan.
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page; strings are escaped unless they are `Markup`."""
 
-    Args:
-        template: File name in `templates/`.
-        path: Where to write.
-        context: Variables of the template; strings are escaped unless they are `Markup`.
+    kind: str
+    """What it is about, above the title."""
+    title: str
+    lead: str
+    cards: Sequence[Card] = ()
+    table: str = ""
+    note: str = ""
+    """Explains the table."""
+    facts: Sequence[tuple[str, str]] = ()
+    sections: Sequence[Section]
 
-    Returns:
-        The path.
+    def html(self) -> str:
+        """Render the page; control characters are replaced, because HTML does not allow them."""
+        template = _environment().get_template("page.html")
+        return template.render(vars(self)).translate(CONTROLS)
 
-    Raises:
-        ValueError: If the path holds something that onescan did not write.
-        OSError: If the page cannot be written; an existing page stays intact.
-    """
-    check_report_path(path)
-    page = render_html(template, **context).encode(errors="replace")
-    write_atomically(path, lambda partial: partial.write_bytes(page))
-    return path
+    def write(self, path: Path) -> Path:
+        """Write the page, replacing an existing page of onescan.
 
+        Returns:
+            The path.
 
-def render_html(template: str, **context: Any) -> str:
-    """Render a template; control characters are replaced, because HTML does not allow them."""
-    return _environment().get_template(template).render(**context).translate(CONTROLS)
+        Raises:
+            ValueError: If the path holds something that onescan did not write.
+            OSError: If the page cannot be written; an existing page stays intact.
+        """
+        check_report_path(path)
+        page = self.html().encode(errors="replace")
+        write_atomically(path, lambda partial: partial.write_bytes(page))
+        return path
 
 
 def fragment(macro: str, *args: Any, **kwargs: Any) -> Markup:
@@ -119,6 +132,11 @@ def fragment(macro: str, *args: Any, **kwargs: Any) -> Markup:
     module: Any = _environment().get_template("macros.html").module
     html: Markup = getattr(module, macro)(*args, **kwargs)
     return html
+
+
+def best(text: str) -> Markup:
+    """Mark a number as the best of its column or row."""
+    return Markup('<b class="best">{}</b>').format(text)
 
 
 def check_report_path(path: Path) -> None:

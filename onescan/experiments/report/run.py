@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from onescan.checkpoint.weights import BEST, WEIGHTS
 from onescan.experiments.recipes import RECIPES, find_recipe
 from onescan.experiments.report import decays, diffusion, images, mixers, texts
 from onescan.experiments.report.format import (
@@ -25,7 +26,14 @@ from onescan.experiments.report.format import (
     plural,
     significant,
 )
-from onescan.experiments.report.page import Card, Figure, Section, check_report_path, render
+from onescan.experiments.report.page import (
+    Card,
+    Figure,
+    Page,
+    Section,
+    check_report_path,
+    fragment,
+)
 from onescan.experiments.report.plots import (
     BLUE,
     SMALLEST,
@@ -88,11 +96,11 @@ def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
         OSError: If the page cannot be written. An existing page stays intact.
     """
     check_report_path(path)
-    return render("run.html", path, **contents(read_run_group(runs)))
+    return page_of(read_run_group(runs)).write(path)
 
 
-def contents(group: RunGroup) -> dict[str, Any]:
-    """Collect what the template shows.
+def page_of(group: RunGroup) -> Page:
+    """Collect what the page shows.
 
     Raises:
         ValueError: If there is no report for the runs' task.
@@ -101,16 +109,15 @@ def contents(group: RunGroup) -> dict[str, Any]:
     if task not in SECTIONS:
         known = ", ".join(config.__name__ for config in SECTIONS)
         raise ValueError(f"there is no report for task {task.__name__}; available: {known}")
-    return {
-        "kind": "training report",
-        "title": page_title(group),
-        "lead": _lead(group),
-        "cards": _cards(group),
-        "seeds": _seeds(group),
-        "facts": _facts(group),
-        "command": repeat_command(group),
-        "sections": [section(group) for section in SECTIONS[task]],
-    }
+    return Page(
+        kind="training report",
+        title=page_title(group),
+        lead=_lead(group),
+        cards=_cards(group),
+        table=fragment("table", _seeds(group)),
+        facts=_facts(group),
+        sections=[section(group) for section in SECTIONS[task]],
+    )
 
 
 # Summary
@@ -179,7 +186,9 @@ def _cards(group: RunGroup) -> list[Card]:
         Card(
             metric_value(name, score.mean),
             f"test {metric_name(name)}",
-            f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed",
+            f"mean and standard deviation of {seeds} seeds"
+            if seeds > 1
+            else f"after the last step; best: {_best(group, group.runs[0])}",
             "" if score.std is None else metric_value(name, score.std),
         ),
         Card(large(parameters), "parameters", f"{parameters:,} in total"),
@@ -199,17 +208,25 @@ def _cards(group: RunGroup) -> list[Card]:
 def _seeds(group: RunGroup) -> list[list[str]]:
     names = list(group.runs[0].result.metrics)
     tests = [f"test {metric_name(name)}" for name in names]
-    head = ["seed", *tests, "training time", f"{group.task.unit}/s"]
+    best = f"best {metric_name(names[0])}"
+    head = ["seed", *tests, best, "training time", f"{group.task.unit}/s"]
     rows = [
         [
             str(run.seed),
             *(metric_value(name, run.result.metrics[name]) for name in names),
+            _best(group, run),
             duration(run.seconds),
             large(run.throughput),
         ]
         for run in group.runs
     ]
     return [head, *rows]
+
+
+def _best(group: RunGroup, run: FinishedRun) -> str:
+    """Format the main metric of the best evaluation, and its epoch."""
+    name, best = next(iter(run.result.metrics)), run.best(group.task.score)
+    return f"{metric_value(name, best[name])}, epoch {best['epoch']:.3g}"
 
 
 def _facts(group: RunGroup) -> list[tuple[str, str]]:
@@ -223,7 +240,20 @@ def _facts(group: RunGroup) -> list[tuple[str, str]]:
         commit = f", commit {place.commit}" if place.commit else ""
         moved = f"{_device(place)}, {_versions(place)}{commit}"
         facts.append((f"From step {place.since_step:,}", moved))
-    return [*facts, ("Runs", ", ".join(str(run.result.folder) for run in group.runs))]
+    return [
+        *facts,
+        ("Runs", ", ".join(str(run.result.folder) for run in group.runs)),
+        ("Weights", f"{WEIGHTS} has those of the last step, {BEST} those of the best evaluation"),
+        ("Command", _command(group)),
+    ]
+
+
+def _command(group: RunGroup) -> str:
+    """The command that repeats the runs; lines break between its words only."""
+    if (words := repeat_command(group)) is None:
+        return "No recipe: the settings are in each run's config.json."
+    spans = Markup(" ").join(Markup("<span>{}</span>").format(word) for word in words)
+    return Markup("<code>{}</code>").format(spans)
 
 
 def _device(place: Environment) -> str:
@@ -245,11 +275,20 @@ def repeat_command(group: RunGroup) -> list[str] | None:
     if base not in RECIPES or not ABLATIONS.keys() >= {*ablations}:
         return None
     argv = ["onescan", "train", name, "--seeds", *(str(run.seed) for run in group.runs)]
+    if (out := _out(group)) not in (None, Path("runs") / name):
+        argv += ["--out", str(out)]
     for path, old, new in config_differences(find_recipe(name)(), group.config):
         if path.endswith("type") or not (_is_plain(old) and _is_plain(new)):
             return None
         argv += _flag(path, new)
     return [shlex.quote(word) for word in argv]
+
+
+def _out(group: RunGroup) -> Path | None:
+    """Return the folder that `onescan train` wrote the runs to, if there is one."""
+    folder = group.runs[0].result.folder.parent
+    expected = [folder / f"seed-{run.seed}" for run in group.runs]
+    return folder if [run.result.folder for run in group.runs] == expected else None
 
 
 def _flag(path: str, value: Any) -> list[str]:

@@ -1,7 +1,8 @@
 """Finished runs, read from their folders."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -76,6 +77,19 @@ class FinishedRun:
     def memory_mib(self) -> float:
         """Peak memory of the GPU, or of the CPU where there is no GPU."""
         return float(self._all_steps("memory_mib").max())
+
+    def best(self, score: Callable[[dict[str, float]], float]) -> dict[str, Any]:
+        """Return the record of the best evaluation, the first of several equal ones.
+
+        Args:
+            score: Returns the number by which metrics are compared; higher is better.
+        """
+
+        def score_of(record: dict[str, Any]) -> float:
+            value = score({name: record[name] for name in self.result.metrics})
+            return -math.inf if math.isnan(value) else value
+
+        return max((line for line in self.records if line["split"] == "test"), key=score_of)
 
     def column(self, split: Split, name: str) -> Column:
         """Return all values of a recorded metric, in the order of steps."""

@@ -81,10 +81,10 @@ def test_table_has_mean_and_std_over_seeds(runs):
     lines = comparison_table(runs).splitlines()
     assert len({len(line) for line in lines}) == 1
     head, tiny, wide = map(cells, lines)
-    assert head[:3] == ["seeds", "test accuracy", "test loss"]
-    assert (tiny[:2], wide[:2]) == (["tiny", "2"], [WIDE, "1"])
+    assert head[:4] == ["folder", "seeds", "test accuracy", "test loss"]
+    assert (tiny[:3], wide[:3]) == (["tiny", str(runs[0]), "2"], [WIDE, str(runs[1]), "1"])
     results = [read_result(runs[0] / f"seed-{seed}").metrics for seed in (0, 1)]
-    for i, (name, text) in enumerate([("accuracy", "{:.2%}"), ("loss", "{:.3f}")], start=2):
+    for i, (name, text) in enumerate([("accuracy", "{:.2%}"), ("loss", "{:.3f}")], start=3):
         values = [metrics[name] for metrics in results]
         mean, std = statistics.mean(values), statistics.stdev(values)
         assert tiny[i] == f"{text.format(mean)} \u00b1 {text.format(std)}"
@@ -116,8 +116,8 @@ def test_same_seed_on_two_machines_is_two_rows(runs, tmp_path):
     parts = copied(seed_0, tmp_path / "parts", machine__gradient_accumulation_steps=4)
     rows = read_rows([runs[0], parts])
     assert [row.name for row in rows] == [
-        "tiny (machine.gradient_accumulation_steps 1)",
-        "tiny (machine.gradient_accumulation_steps 4)",
+        "tiny (gradient_accumulation_steps 1)",
+        "tiny (gradient_accumulation_steps 4)",
     ]
     assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [0]]
     assert Page(page_of([runs[0], parts], tmp_path)).cells[-1][1:] == [
@@ -128,8 +128,8 @@ def test_same_seed_on_two_machines_is_two_rows(runs, tmp_path):
 def test_settings_tell_recipes_apart(runs, tmp_path):
     wide = copied(runs[1], tmp_path / "wide", name="tiny")
     assert [row.name for row in read_rows([runs[0], wide])] == [
-        "tiny (model.width 6)",
-        "tiny (model.width 8)",
+        "tiny (width 6)",
+        "tiny (width 8)",
     ]
     tiny = tiny_run()
     plain = dataclasses.replace(tiny, task=ImageClassificationConfig(augment=None))
@@ -141,6 +141,22 @@ def test_settings_tell_recipes_apart(runs, tmp_path):
     assert augment == ["Affine", "none", "Affine"]
     assert format_setting(tiny, "model.type") == "TinyModel"
     assert format_setting(tiny, "model.mixer.num_heads") == "\u2014"
+
+
+def test_chosen_settings_come_before_inferred_ones(runs, tmp_path):
+    data = ImageDatasetConfig(path="pets", mean=(0.5,), std=(0.25,), channels=1)
+    other = dataclasses.replace(data, mean=(0.4,), std=(0.2,), image_size=(8, 8))
+    a = dataclasses.replace(tiny_run(), data=data)
+    b = dataclasses.replace(tiny_run(epochs=5), data=other, model=TinyModelConfig(width=8))
+    first, second, *inferred = differing_settings([a, b])
+    assert (first, second) == ("training.epochs", "model.width")
+    assert inferred == ["data.image_size", "data.mean", "data.std"]
+    gray = copied(runs[1], tmp_path / "gray", task__augment__fill=0.5)
+    longer = copied(runs[1], tmp_path / "longer", task__augment__fill=0.25, training__epochs=5)
+    names = [row.name for row in read_rows([runs[1], gray])]
+    assert names == [f"{WIDE} (fill 0.0)", f"{WIDE} (fill 0.5)"]  # nothing else differs
+    names = [row.name for row in read_rows([runs[1], longer])]
+    assert names == [f"{WIDE} (epochs 3)", f"{WIDE} (epochs 5)"]
 
 
 def test_warns_of_different_data(runs, tmp_path):
@@ -166,9 +182,9 @@ def test_page_has_table_and_settings(runs, tmp_path):
     page = Page(html)
     head, tiny, wide = table(page, "")
     plain = [cells(line) for line in comparison_table(runs).splitlines()]
-    assert head[1:] == plain[0]
-    assert tiny == ["Atiny", "2 (0, 1)", *plain[1][2:]]
-    assert wide == [f"B{WIDE}", "1 (0)", *plain[2][2:]]
+    assert head[1:] == plain[0][1:]
+    assert tiny == ["Atiny", "2 (0, 1)", *plain[1][3:]]
+    assert wide == [f"B{WIDE}", "1 (0)", *plain[2][3:]]
     assert page.cells[-1] == [["", "Atiny", f"B{WIDE}"], ["model.width", "6", "8"]]
     assert "<b> & wide" not in html
     assert html.count("<svg") == 8  # 4 charts over epochs, 4 over time

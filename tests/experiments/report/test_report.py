@@ -31,10 +31,10 @@ from onescan.experiments.report import (
     write_report,
 )
 from onescan.experiments.report.format import large, percent
-from onescan.experiments.report.page import COLORS, render_html
+from onescan.experiments.report.page import COLORS
 from onescan.experiments.report.run import (
     SECTIONS,
-    contents,
+    page_of,
     page_title,
     repeat_command,
     speed,
@@ -100,7 +100,7 @@ def html_of(folders, tmp_path_factory):
 
 
 def render_page(group):
-    return render_html("run.html", **contents(group))
+    return page_of(group).html()
 
 
 def answered(folder, predictions, confidence=0.75):
@@ -224,6 +224,33 @@ def test_results_of_all_seeds(folders, html_of, seeds):
     wanted = confusion_matrix(labels.flatten(), predictions.flatten(), labels=range(len(HOSTILE)))
     matrix = table(page, "true \\ predicted")
     assert [[int(cell) for cell in row[1:]] for row in matrix[1:]] == wanted.tolist()
+
+
+def test_the_best_evaluation_is_named_beside_the_last(folders):
+    (folder,) = folders()
+    group = read_run_group([folder])
+    run = group.runs[0]
+    evaluations = [line for line in run.records if line["split"] == "test"]
+    changed = [
+        {**evaluations[0], "epoch": epoch, "accuracy": accuracy}
+        for epoch, accuracy in ((0.5, 0.25), (1.0, 0.875), (1.5, 0.875), (2.0, math.nan))
+    ]
+    records = [line for line in run.records if line["split"] != "test"] + changed
+    runs = (dataclasses.replace(run, records=records),)
+    page = Page(render_page(dataclasses.replace(group, runs=runs)))
+    assert table(page, "seed")[0][3] == "best accuracy"
+    assert table(page, "seed")[1][3] == "87.50%, epoch 1"
+    assert "after the last step; best: 87.50%, epoch 1" in page.text
+    assert "best.safetensors those of the best evaluation" in page.text
+
+
+def test_sections_about_layers_are_folded(html_of):
+    html = html_of()
+    folded = re.findall(r"<details><summary><h2>(.*?)</h2>", html)
+    assert folded == [mixers.KEYS, mixers.TOEPLITZ, mixers.LRPE]
+    assert html.count("</details>") == len(folded)
+    # A link opens a folded section only if its target is inside.
+    assert re.search(r'</summary>\s*<div id="key-importance">', html)
 
 
 def test_mistakes_come_first_with_their_probability(folders):
@@ -441,6 +468,22 @@ def test_the_command_repeats_the_runs(folders, tmp_path, monkeypatch, recipe, ch
     assert [run.training.seed for run in started] == [2, 0]
     for run in started:
         assert {path for path, *_ in configs.differences(run, wanted)} <= {"training.seed"}
+
+
+def test_the_command_names_the_folder_unless_it_is_the_default(folders):
+    group = with_config(read_run_group(folders(seeds=(2, 0))), find_recipe("digits")())
+
+    def command(*folders):
+        runs = tuple(
+            dataclasses.replace(run, result=dataclasses.replace(run.result, folder=Path(folder)))
+            for run, folder in zip(group.runs, folders, strict=True)
+        )
+        return repeat_command(dataclasses.replace(group, runs=runs))
+
+    plain = ["onescan", "train", "digits", "--seeds", "2", "0"]
+    assert command("my runs/seed-2", "my runs/seed-0") == [*plain, "--out", "'my runs'"]
+    assert command("runs/digits/seed-2", "runs/digits/seed-0") == plain
+    assert command("a/seed-2", "b/seed-0") == command("a/seed-0", "a/run") == plain
 
 
 def test_there_is_no_command_for_other_components(folders):
