@@ -12,6 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
+from torch.nn.functional import pad as pad_sides
 
 from onescan.shapes import Grids, Images
 
@@ -151,6 +152,7 @@ def affine_matrices(
 
 # DeiT's augmentation
 
+NEED_KORNIA = ("num_ops", "color_jitter", "random_erasing")
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_ASPECT = (0.3, 1 / 0.3)  # height over width
 NOISE_MEAN, NOISE_STD = 0.5, 0.25  # about those of photographs; DeiT erases after standardization
@@ -181,7 +183,7 @@ class DeitAugmentConfig(AugmentConfig):
 
         Raises:
             ValueError: If a field is out of range.
-            ImportError: If kornia is not installed.
+            ImportError: If kornia is not installed, which all steps but padding and flips need.
         """
         check_ranges(
             "task.augment",
@@ -194,11 +196,14 @@ class DeitAugmentConfig(AugmentConfig):
             color_jitter=1,
             random_erasing=1,
         )
+        names = [name for name in NEED_KORNIA if getattr(self, name)]
         try:
-            import kornia  # noqa: F401 - check that it is installed
+            if names:
+                import kornia  # noqa: F401 - check that it is installed
         except ImportError as error:
             raise ImportError(
-                "DeiT's augmentations need kornia: pip install 'onescan[vision]'"
+                f"task.augment.{names[0]} is {getattr(self, names[0])}, which needs kornia: "
+                "pip install 'onescan[vision]'"
             ) from error
         return DeitAugment(self)
 
@@ -235,18 +240,38 @@ class DeitAugment:
 
 
 def _deit_steps(config: DeitAugmentConfig) -> Iterator[Callable[[Images], Images]]:
-    from kornia.augmentation import ColorJitter, RandomCrop, RandomHorizontalFlip
-
     if config.pad:
-        yield lambda images: RandomCrop(tuple(images.shape[-2:]), padding=config.pad)(images)
+        yield lambda images: _shift(images, config.pad)
     if config.flip:
-        yield RandomHorizontalFlip(p=config.flip)
+        yield lambda images: _flip(images, config.flip)
     if config.num_ops:
         yield RandAugment(config.num_ops, config.magnitude, config.magnitude_std)
     if config.color_jitter:
+        from kornia.augmentation import ColorJitter
+
         yield ColorJitter(*[config.color_jitter] * 3)
     if config.random_erasing:
         yield lambda images: _erase(images, config.random_erasing)
+
+
+def _shift(images: Images, pad: int) -> Images:
+    """Pad with zeros, and crop each image at random; the draws are those of kornia's RandomCrop."""
+    height, width = images.shape[-2:]
+    columns, rows = (torch.rand(2, len(images)) * (2 * pad + 1)).long().tolist()
+    padded = pad_sides(images, [pad] * 4)
+    cropped = [
+        image[:, row : row + height, column : column + width]
+        for image, row, column in zip(padded, rows, columns, strict=True)
+    ]
+    return torch.stack(cropped)
+
+
+def _flip(images: Images, probability: float) -> Images:
+    """Mirror some images; the draws are those of kornia's RandomHorizontalFlip."""
+    if probability == 1:
+        return images.flip(-1)
+    is_flipped = (torch.rand(len(images)) < probability).to(images.device, non_blocking=True)
+    return torch.where(is_flipped[:, None, None, None], images.flip(-1), images)
 
 
 def _erase(images: Images, probability: float) -> Images:

@@ -209,10 +209,28 @@ def test_erased_rectangles_have_their_probability_and_area_and_are_noise():
     assert len(noise[:9999].unique()) > 0.8 * 9999
 
 
-def test_a_missing_kornia_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_ops", 1), ("color_jitter", 0.1), ("random_erasing", 0.1)]
+)
+def test_a_missing_kornia_is_named(monkeypatch, name, value):
     monkeypatch.setitem(sys.modules, "kornia", None)
-    with pytest.raises(ImportError, match=r"kornia.*onescan\[vision\]"):
-        DeitAugmentConfig().build()
+    with pytest.raises(
+        ImportError, match=rf"{name} is {value}, which needs kornia.*onescan\[vision\]"
+    ):
+        only(**{name: value})
+
+
+@pytest.mark.parametrize(("count", "pad", "flip"), [(1, 0, 0.5), (5, 4, 1.0), (70, 2, 0.3)])
+def test_flips_and_crops_equal_those_of_kornia_without_it(monkeypatch, count, pad, flip):
+    from kornia.augmentation import RandomCrop, RandomHorizontalFlip
+
+    images = some_images(count, 3, 6, 9)
+    torch.manual_seed(3)
+    expected = RandomCrop((6, 9), padding=pad)(images) if pad else images
+    expected = RandomHorizontalFlip(p=flip)(expected)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kornia"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert torch.equal(only(pad=pad, flip=flip)(images, 3), expected)
 
 
 # RandAugment, against pillow
