@@ -64,7 +64,6 @@ def train(argv: Argv) -> None:
     from onescan.experiments.training.config import RunConfig
 
     recipe, given, source, argv = _what_to_train(argv)
-    infers = source is not None and source.infers
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -89,7 +88,7 @@ def train(argv: Argv) -> None:
     from onescan.experiments.training import joined
     from onescan.experiments.training import train as train_run
 
-    run, inferred = _inferred(options.run, _given(argv), infers=infers)
+    run, inferred = _inferred(options.run, _given(argv), source)
     options = dataclasses.replace(options, run=run)
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
@@ -146,25 +145,21 @@ def _without(flag: str, argv: Argv) -> Argv:
 
 
 def _inferred(
-    run: "RunConfig", given: Collection[str], *, infers: bool
+    run: "RunConfig", given: Collection[str], recipe: "Recipe | None"
 ) -> "tuple[RunConfig, list[str]]":
     """Infer the settings that are not given; return also lines that describe them."""
     if "data.tokenizer" in given:
         from onescan.experiments.recipes.own_data import infer_vocabulary
 
         run = infer_vocabulary(run, given)
-    if not infers:
-        return run, []
-    from onescan.experiments.recipes.own_data import infer
-
-    return infer(run, given)
+    return recipe.infer(run, given) if recipe and recipe.infer else (run, [])
 
 
 def _description(recipe: "Recipe | None") -> str | None:
     """Return the first part of the help text of a recipe."""
     if recipe is None:
         return None
-    if not recipe.infers:
+    if recipe.infer is None:
         return recipe.description
     return f"{recipe.description}\n\nThe defaults below do not apply to settings that are inferred."
 

@@ -41,6 +41,7 @@ Array = Shaped[np.ndarray, "N *_"]  # any type
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 MAX_CHANNELS = 4  # an axis that is longer is not taken for channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
+SIGNAL_AXES = 2  # of an example with channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
 EPSILON = 2.0**-52  # of float64
 EXACT = 2**53  # float64 represents all smaller integers
@@ -168,8 +169,9 @@ class ArrayDatasetConfig(DataConfig):
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
         """Infer the number of axes and the place of the channels from the shape of x.
 
-        An axis of up to 4 values is taken for channels: the last one or else, before at least one
-        more axis, axis 1.
+        A signal, with `axes` 1, has one axis. If x has shape [N, A, B], the shorter of A and B is
+        taken for the channels, or B if they are equal. In all other cases, an axis of up to 4
+        values is taken for them: the last one or else, before at least one more axis, axis 1.
 
         Args:
             given: "axes" and "channels_first" if these fields are to be kept.
@@ -186,20 +188,25 @@ class ArrayDatasetConfig(DataConfig):
             found = ", ".join(sorted(arrays)) or "none"
             raise ValueError(f"data.path is {self.path!r}, which has no array x; found: {found}")
         shape = self._array(arrays, name).shape[1:]
-        is_last = len(shape) > 1 and shape[-1] <= MAX_CHANNELS
-        is_first = len(shape) > 1 and shape[0] <= MAX_CHANNELS and not is_last
         axes, channels_first = self.axes, self.channels_first
+        is_signal = axes == 1 and len(shape) == SIGNAL_AXES
+        is_last = len(shape) > 1 and shape[-1] <= (shape[0] if is_signal else MAX_CHANNELS)
+        is_first = not is_last and len(shape) > 1 and (is_signal or shape[0] <= MAX_CHANNELS)
         if "channels_first" not in given:
             channels_first = is_first
         elif channels_first:
             is_first, is_last = len(shape) > 1, False
         else:
-            is_first = False
+            is_first, is_last = False, is_last or is_signal
         if "axes" not in given:
             axes = max(1, len(shape) - (is_first or is_last))
         config = replace(self, axes=axes, channels_first=channels_first)
         if len(shape) == axes + 1:
-            return config, "channels first" if channels_first else "channels last"
+            layout = "channels first" if channels_first else "channels last"
+            if is_signal and "channels_first" not in given:
+                flag = "no-channels-first" if channels_first else "channels-first"
+                layout += f" (the shorter axis; otherwise, pass --data.{flag})"
+            return config, layout
         hint = "no axis of channels"
         if "axes" not in given and len(shape) > 1:
             few = next((i for i in (-1, 0) if shape[i] < FEW or shape[i] * FEW <= max(shape)), None)

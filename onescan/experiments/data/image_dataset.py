@@ -87,6 +87,9 @@ class ImageDatasetConfig(DataConfig):
     """Column of the labels; None uses the only column of class labels, or the one named label."""
     class_names: tuple[str, ...] = ()
     """Names of the classes in order, if the data does not define them."""
+    labeled: bool = True
+    """Whether images have classes. With False, which is for denoisers and folders of images, all
+    images of a folder and its subfolders are of one class."""
     image_size: tuple[int, int] = (224, 224)
     """Height and width of the model's input, in pixels."""
     channels: Literal[1, 3] = 3
@@ -175,7 +178,7 @@ class ImageDatasetConfig(DataConfig):
     def _tables(
         self, source: DatasetSource, chosen: Chosen, notes: list[str], *, streaming: bool
     ) -> dict[str, "ImageTable"]:
-        opened = source.open(chosen, streaming=streaming, notes=notes)
+        opened = source.open(chosen, streaming=streaming, notes=notes, labeled=self.labeled)
         tables = {
             role: image_table(rows, self.image_column, self.label_column)
             for role, rows in opened.items()
@@ -194,7 +197,8 @@ class ImageDatasetConfig(DataConfig):
         tables = self._tables(source, chosen, notes, streaming=False)
         labels = {role: table.labels() for role, table in tables.items()}
         kind = tables["train"].label_type
-        classes = find_classes(self.path, kind, self.class_names, labels["train"])
+        least = MIN_CLASSES if self.labeled else 1
+        classes = find_classes(self.path, kind, self.class_names, labels["train"], least=least)
         if not (self.class_names or classes.are_text or getattr(kind, "names", None)):
             notes.append("classes are numbered, because the labels have no names")
         sets = {
@@ -382,7 +386,12 @@ class Classes:
 
 
 def find_classes(
-    path: str, feature: Any, names: tuple[str, ...], labels: Collection[Any] | None
+    path: str,
+    feature: Any,
+    names: tuple[str, ...],
+    labels: Collection[Any] | None,
+    *,
+    least: int = MIN_CLASSES,
 ) -> Classes:
     """Determine the classes from the data or the config.
 
@@ -391,10 +400,11 @@ def find_classes(
         feature: Type of the label column.
         names: Names in the config; () takes them from the data.
         labels: All training labels; None if they are not known yet, as in a stream.
+        least: Smallest number of classes.
 
     Raises:
-        ValueError: If neither gives names, both give different ones, there are fewer than two
-            classes, or a label is too large for a class.
+        ValueError: If neither gives names, both give different ones, there are too few classes,
+            or a label is too large for a class.
     """
     known = tuple(getattr(feature, "names", None) or ())
     if known and names and known != names:
@@ -410,7 +420,7 @@ def find_classes(
     present = set(known or names) if labels is None else set(labels) - {None}
     are_text = getattr(feature, "dtype", "") in ("string", "large_string")
     classes = Classes(known or names or _names_of(present), are_text)
-    if min(len(classes.names), len(present)) < MIN_CLASSES:
+    if min(len(classes.names), len(present)) < least:
         raise ValueError(
             f"data.path is {path!r}, where the training images are all of one class, expected two "
             "or more"
@@ -509,7 +519,8 @@ def describe_images(data: ImageDataset) -> list[str]:
         )
     if stretched - 1 > SHARP:
         notes.append(
-            f"images are resized to another aspect ratio, by a factor of up to {stretched:.2f}"
+            f"images are resized to another aspect ratio, by a factor of up to {stretched:.2f}; "
+            "--data.test-crop 1 crops them to the center instead"
         )
     return notes
 

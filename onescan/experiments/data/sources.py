@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ Chosen = dict[str, str]  # the split in each role, "train" and "test"
 UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError)
 HIDDEN = (".", "__")  # prefixes of the names of files and folders that are left out
 MAX_LOGGED = 10  # messages on unreadable rows
+UNLABELED = "image"  # name of the only class
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 log = logging.getLogger("onescan")
@@ -279,13 +280,16 @@ def _without_images(folder: str) -> str:
     return message
 
 
-def _folder_tables(path: str, folders: Mapping[str, str], notes: list[str]) -> dict[str, Any]:
+def _folder_tables(
+    path: str, folders: Mapping[str, str], notes: list[str], *, labeled: bool
+) -> dict[str, Any]:
     """List the images of each role's folder as a table. Train defines the classes.
 
     The imagefolder builder of datasets is not used: it labels by the innermost folder, follows no
     links and copies the list of files into its cache. What is left out is added to `notes`.
     """
-    images = {role: _images_by_class(path, folder, notes) for role, folder in folders.items()}
+    group = partial(_images_by_class, path, notes=notes, labeled=labeled)
+    images = {role: group(folder) for role, folder in folders.items()}
     names = sorted(images["train"])
     for role, classes in images.items():
         if new := sorted(set(classes) - set(names)):
@@ -296,8 +300,10 @@ def _folder_tables(path: str, folders: Mapping[str, str], notes: list[str]) -> d
     return {role: _table(classes, names) for role, classes in images.items()}
 
 
-def _images_by_class(path: str, folder: str, notes: list[str]) -> dict[str, list[str]]:
-    """Group the images of a split by the first folder that they are in."""
+def _images_by_class(
+    path: str, folder: str, *, notes: list[str], labeled: bool
+) -> dict[str, list[str]]:
+    """Group the images of a split by the first folder that they are in, if they have labels."""
     classes: dict[str, list[str]] = defaultdict(list)
     counts: dict[str, FolderCount] = defaultdict(FolderCount)
     for file, is_hidden in _walk_all(folder):
@@ -305,7 +311,9 @@ def _images_by_class(path: str, folder: str, notes: list[str]) -> dict[str, list
         count = counts[name if below else ""]
         if not count.keeps(file, is_image_name(file), is_hidden=is_hidden):
             continue
-        if not below:
+        if not labeled:
+            name = UNLABELED
+        elif not below:
             raise ValueError(
                 f"data.path is {path!r}, where {file} is in no class folder, expected "
                 "FOLDER/CLASS/IMAGE, or FOLDER/SPLIT/CLASS/IMAGE where the name of a folder is "
@@ -320,7 +328,7 @@ def _images_by_class(path: str, folder: str, notes: list[str]) -> dict[str, list
         classes[name].append(file)
     notes += report_left_out({str(Path(folder) / name): count for name, count in counts.items()})
     for entry in _entries(folder):
-        if _is_folder(entry) and entry.name not in classes:
+        if labeled and _is_folder(entry) and entry.name not in classes:
             notes.append(_without_images(entry.path))
     return classes
 
@@ -476,11 +484,17 @@ class DatasetSource:
         return f"; its subfolders are taken as splits, because one is called {named[0]!r}"
 
     def open(
-        self, chosen: Chosen, *, streaming: bool, notes: list[str] | None = None
+        self,
+        chosen: Chosen,
+        *,
+        streaming: bool,
+        notes: list[str] | None = None,
+        labeled: bool = True,
     ) -> dict[str, Any]:
         """Open splits as datasets or iterable datasets of the datasets library, by role.
 
-        What is left out is added to `notes`.
+        What is left out is added to `notes`. Without `labeled`, which is for folders of images,
+        subfolders are not classes.
 
         Raises:
             ValueError: If a split is empty or cannot be read; names the damaged file.
@@ -488,7 +502,13 @@ class DatasetSource:
         datasets = import_datasets()
         if self.files and self.builder == "imagefolder":
             folders = {role: self.files[split][0] for role, split in chosen.items()}
-            return _folder_tables(self.path, folders, [] if notes is None else notes)
+            notes = [] if notes is None else notes
+            return _folder_tables(self.path, folders, notes, labeled=labeled)
+        if not labeled:
+            raise ValueError(
+                f"data.labeled is False, but {self.path} is not a folder of image files, expected "
+                "True"
+            )
         files = {role: self.files[split] for role, split in chosen.items()} if self.files else {}
         if files:
             _check_parquet(self.path, {split: files[role] for role, split in chosen.items()})

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -26,6 +26,9 @@ KINDS = {
 }
 
 
+Infer = Callable[[RunConfig, Collection[str]], tuple[RunConfig, list[str]]]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A complete run. Calling it returns its config."""
@@ -34,8 +37,9 @@ class Recipe:
     description: str
     """Summary in one line, the command that trains it, and notes."""
     config: Callable[[], RunConfig]
-    infers: bool = False
-    """Whether `onescan.experiments.recipes.own_data.infer` completes the config by the data."""
+    infer: Infer | None = None
+    """Completes the config by the data: takes the config and the names of the options that the user
+    gave, and returns the config and lines that describe it."""
     adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
     """Adapts the config to the options of `onescan train`, by dotted name, that determine the
     defaults of other options."""

@@ -7,6 +7,14 @@ from typing import Any
 from onescan.configs import ModelConfig
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.recipes import row, table
+from onescan.experiments.recipes.small_text import (
+    SMALL_DEPTH,
+    SMALL_LM,
+    SMALL_MASKS,
+    SMALL_MLM,
+    SMALL_TRAINING,
+    SMALL_WIDTH,
+)
 from onescan.experiments.tasks import (
     LanguageModellingConfig,
     MaskedLanguageModellingConfig,
@@ -18,14 +26,11 @@ from onescan.layers.decays import KDADecayConfig
 from onescan.layers.mixers import (
     GatedDeltaNetMixerConfig,
     KDAMixerConfig,
-    LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
     SoftmaxMixerConfig,
 )
-from onescan.layers.position import ToeplitzPositionConfig, TokenPositionConfig
-from onescan.models.causal_lm import CausalLMConfig
-from onescan.models.masked_lm import MaskedLMConfig
+from onescan.layers.position import TokenPositionConfig
 from onescan.models.presets import preset
 
 GPT2, BERT = "openai-community/gpt2", "google-bert/bert-base-uncased"
@@ -259,27 +264,6 @@ def wikipedia_ldn() -> RunConfig:
 
 
 # The small versions: bytes, one to two million parameters each.
-SMALL_WIDTH, SMALL_DEPTH, BYTES = 128, 4, 258
-SMALL_INIT_STD = 0.08  # of initial weights: about 1 / sqrt(width); large models use 0.02
-LIGHTNET = LightNetMixerConfig(num_heads=4, gate_rank=32)
-POSITION = ToeplitzPositionConfig(hidden_states=16)
-SMALL_LM = CausalLMConfig(
-    vocab_size=BYTES,
-    width=SMALL_WIDTH,
-    depth=SMALL_DEPTH,
-    mixer=replace(LIGHTNET, causal=True),
-    position=POSITION,
-    init_std=SMALL_INIT_STD,
-)
-SMALL_MLM = MaskedLMConfig(
-    vocab_size=BYTES,
-    width=SMALL_WIDTH,
-    depth=SMALL_DEPTH,
-    mixer=LIGHTNET,
-    position=replace(POSITION, bidirectional=True),
-    init_std=SMALL_INIT_STD,
-)
-SMALL_MASKS = MaskedLanguageModellingConfig(whole_word_mask=True)
 SOFTMAX: dict[str, Any] = {"mlp": MLPConfig(), "position": TokenPositionConfig(max_tokens=1024)}
 
 
@@ -382,14 +366,7 @@ def _small(name: str, model: ModelConfig, task: TaskConfig) -> RunConfig:
         model=model,
         data=TextDatasetConfig(path="text.txt", length=128),
         task=task,
-        training=TrainingConfig(
-            steps=2400,
-            batch_size=16,
-            learning_rate=3e-3,
-            weight_decay=0.1,
-            betas=(0.9, 0.99),
-            evaluate_every=1.0,
-        ),
+        training=SMALL_TRAINING,
     )
 
 

@@ -5,14 +5,16 @@ trained run, they also take its data, task and training settings; see `from_teac
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from onescan import configs
 from onescan.experiments.data import DeitAugmentConfig, ImageDatasetConfig
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.recipes import table
 from onescan.experiments.recipes.mixers import with_mixer
 from onescan.experiments.tasks import ImageClassificationConfig, LanguageModellingConfig
+from onescan.experiments.tasks.base import fitting_batch_size
 from onescan.experiments.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.experiments.training.convert import NO_DATA
 from onescan.experiments.training.runs import run_config
@@ -34,8 +36,10 @@ def linearize_vit() -> RunConfig:
     MODEL is a run with softmax attention, or the output of onescan convert. FOLDER contains images
     as for the other recipes. Image and patch size, width, depth, MLP, positions and the
     standardization of images are those of MODEL. If it was trained by onescan, so are data, task
-    and training settings, and --data.path is not needed. --model.mixer selects another mixer, such
-    as lion_lit or lion_s; lightnet_hybrid keeps the softmax attention of every fourth block.
+    and training settings, and --data.path is not needed. With --data.path, the number of classes is
+    that of the data, and the batch size is smaller if there are few images. --model.mixer selects
+    another mixer, such as lion_lit or lion_s; lightnet_hybrid keeps the softmax attention of every
+    fourth block.
 
     First, each mixer learns to reproduce the mixer of MODEL in the same layer (--transfer.steps).
     Then all weights are trained on the labels, and with --task.teacher MODEL also by distillation.
@@ -132,7 +136,39 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
     return with_mixer(run, given.get("model.mixer") or default)
 
 
+def fit_to_data(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Fit batch size and classes to the data of the user, the option data.path.
+
+    Args:
+        run: Config from `from_teacher`, with the user's changes.
+        given: Dotted names of the fields that the user set, which are kept.
+
+    Returns:
+        The config, and lines that describe the changes.
+
+    Raises:
+        ValueError: If the data cannot be read; see `DataConfig.build`.
+    """
+    if "data.path" not in given:
+        return run, []
+    splits, lines = run.data.build(), []
+    names, model, settings = getattr(splits, "class_names", ()), run.model, run.training
+    classes: int = getattr(model, "num_classes", 0)
+    if classes not in (0, len(names)) and "model.num_classes" not in given:
+        run = configs.replace(run, {"model.num_classes": len(names)})
+        lines.append(f"model: {len(names)} classes, as in the data, instead of {classes}")
+    size = fitting_batch_size(len(splits.train), settings.batch_size)
+    is_free = not {"training.batch_size", "training.initial_batch_size"} & set(given)
+    if size < settings.batch_size and is_free and settings.initial_batch_size is None:
+        run = configs.replace(run, {"training.batch_size": size})
+        lines.append(
+            f"training: batch size {size} instead of {settings.batch_size}, because there are "
+            f"{len(splits.train):,} training examples"
+        )
+    return run, lines
+
+
 RECIPES = {
-    name: dataclasses.replace(recipe, adapt=from_teacher)
+    name: dataclasses.replace(recipe, adapt=from_teacher, infer=fit_to_data)
     for name, recipe in table(linearize_vit, linearize_gpt2).items()
 }

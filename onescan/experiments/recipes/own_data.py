@@ -1,34 +1,55 @@
-"""The recipes for your own images, arrays or texts, which infer other settings before training."""
+"""The recipes for your own images, arrays and texts, which infer other settings from the data."""
 
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from onescan import configs
+from onescan.configs import ModelConfig
 from onescan.experiments.data import (
     AffineConfig,
     ArrayDatasetConfig,
+    DeitAugmentConfig,
     Example,
     ImageDataset,
     ImageDatasetConfig,
+    TextDatasetConfig,
     TextTableConfig,
 )
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
+from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.recipes import table
-from onescan.experiments.tasks import ImageClassificationConfig, SequenceClassificationConfig
+from onescan.experiments.recipes.small_text import (
+    SMALL_LM,
+    SMALL_MASKS,
+    SMALL_MLM,
+    SMALL_TRAINING,
+)
+from onescan.experiments.tasks import (
+    ImageClassificationConfig,
+    ImageGenerationConfig,
+    LanguageModellingConfig,
+    SequenceClassificationConfig,
+    TaskConfig,
+)
+from onescan.experiments.tasks.base import fitting_batch_size
+from onescan.experiments.tasks.image_classification import UNITS
 from onescan.experiments.training import RunConfig, TrainingConfig
 from onescan.inputs import ArrayFormat
-from onescan.inputs.image_files import Pixels, read_header
+from onescan.inputs.arrays import IMAGE_AXES
+from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
 from onescan.inputs.tokenizer import BYTES
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.messages import named_type
+from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
@@ -36,18 +57,45 @@ SMALL = 2_000  # training examples below which models and images are small
 SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
-IMAGE_AXES = 2
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
-EXAMPLES_SEEN = 12_000  # in training, over all epochs, if there is little data
-MIN_EPOCHS, MAX_EPOCHS = 20, 120
-MAX_BATCH = 64
-# training examples below which a model has this width, depth and number of heads
-MODEL_SIZES = ((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6))
 AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: text, left, right
 MAX_SHOWN = 10  # names of classes
 MIN_LENGTH, MAX_LENGTH = 16, 512  # tokens of a text
 SAMPLED_TEXTS = 2_000  # to infer the length
+ROW, MIN_ROWS = 128, 64  # tokens of a row of a language model, and rows before rows get shorter
+HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
+EVALUATIONS = 10  # of denoisers and language models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How model size, batch size and epochs depend on the number of training examples."""
+
+    sizes: tuple[tuple[int | float, int, int, int], ...]
+    """Number of examples below which a model has a width, a depth and a number of heads."""
+    seen: int
+    """Examples seen in training, over all epochs, if `epochs` permits."""
+    epochs: tuple[int, int]
+    """Smallest and largest number of epochs."""
+    batch_size: int = 64
+    """Largest batch size."""
+
+
+CLASSIFIER = Scale(
+    sizes=((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6)),
+    seen=12_000,
+    epochs=(20, 120),
+)
+DENOISER = Scale(  # the first row has the size of digits_denoiser
+    sizes=((20_000, 128, 6, 4), (math.inf, 256, 12, 4)), seen=144_000, epochs=(20, 1000)
+)
+LANGUAGE_MODEL = Scale(  # the second row and the rows seen are those of shakespeare_lightnet
+    sizes=((1_500, 64, 4, 4), (150_000, 128, 4, 4), (math.inf, 256, 8, 8)),
+    seen=38_400,
+    epochs=(1, 20),
+    batch_size=16,
+)
 
 
 def image_classifier() -> RunConfig:
@@ -63,7 +111,7 @@ def image_classifier() -> RunConfig:
     """
     return RunConfig(
         name="image_classifier",
-        data=ImageDatasetConfig(path="", test_fraction=0.15, train_crop=None, test_crop=1.0),
+        data=ImageDatasetConfig(path="", test_fraction=0.15, train_crop=None, test_crop=None),
         task=ImageClassificationConfig(label_smoothing=0.1, augment=AUGMENT),
         model=ImageClassifierConfig(
             mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
@@ -81,10 +129,10 @@ def signal_classifier() -> RunConfig:
     onescan train signal_classifier --data.path signals.npz
 
     The .npz file, or a folder of .npy files, holds x of shape [N, samples], [N, channels, samples]
-    or [N, samples, channels], and class indices y of shape [N]. Examples with more axes are video
-    or volumes. A last axis, else an axis 1, of size 4 or less is taken to be the channels;
-    --data.axes and --data.channels-first set the layout. Settings are inferred and printed as for
-    image_classifier.
+    or [N, samples, channels], and class indices y of shape [N]. The shorter axis is taken to be the
+    channels; otherwise, pass --data.channels-first or --data.no-channels-first. Examples with more
+    axes are video or volumes, whose channels are a last axis, else an axis 1, of size 4 or less;
+    --data.axes sets the number of axes. Settings are inferred and printed as for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
@@ -115,6 +163,81 @@ def text_classifier() -> RunConfig:
             init_std=0.1,
         ),
         training=TrainingConfig(learning_rate=2e-3, checkpoint_every=10.0),
+    )
+
+
+def image_denoiser() -> RunConfig:
+    """LightNet denoiser that generates images like your own; settings are inferred from the data.
+
+    onescan train image_denoiser --data.path FOLDER
+    onescan sample runs/image_denoiser/seed-0 --out images.png
+
+    FOLDER contains CLASS/IMAGE, as for image_classifier, or images without classes. With two or
+    more classes, the model generates images of a requested class (onescan sample --labels). Whole
+    images are resized to at most 32 pixels; --data.image-size 64 64 makes them larger. Needs pip
+    install 'onescan[generation]'. Classes, channels, sizes, patches, batch size, epochs and model
+    size that are not given as options are inferred and printed. --task.augment.flip 0.5 mirrors
+    half of the training images.
+    """
+    return RunConfig(
+        name="image_denoiser",
+        data=ImageDatasetConfig(
+            path="",
+            test_fraction=0.1,
+            mean=(HALF,) * 3,
+            std=(HALF,) * 3,
+            train_crop=None,
+            test_crop=None,
+        ),
+        task=ImageGenerationConfig(
+            noise=NoiseConfig(prediction="flow"),
+            augment=DeitAugmentConfig(flip=0.0, num_ops=0, random_erasing=0.0),
+            sampler=SamplerConfig(steps=50, guidance_scale=2.0),
+            evaluation_images=360,
+        ),
+        model=DenoiserConfig(
+            mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
+            position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
+            learn_sigma=False,
+            init_std=0.08,
+        ),
+        training=TrainingConfig(learning_rate=2e-3, weight_decay=0.0, ema_decay=0.995),
+    )
+
+
+def language_model() -> RunConfig:
+    """LightNet that continues your own text; settings are inferred from the data.
+
+    onescan train language_model --data.path FILE
+    onescan generate runs/language_model/seed-0 --prompt "Once upon a time"
+
+    FILE is a text file, or a folder, .jsonl, .csv or .parquet file with the column text (others by
+    --data.text-column). Without a test split, the last 10% are held out. Tokens are bytes, or those
+    of --data.tokenizer. Vocabulary, length, batch size, epochs and model size that are not given as
+    options are inferred and printed.
+    """
+    return _text_model("language_model", SMALL_LM, LanguageModellingConfig())
+
+
+def masked_language_model() -> RunConfig:
+    """LightNet that predicts masked words of your own text; settings are inferred from the data.
+
+    onescan train masked_language_model --data.path FILE
+    onescan fill runs/masked_language_model/seed-0 "To be or not to [MASK]."
+
+    FILE is text as for language_model, and settings are inferred in the same way. A tokenizer
+    (--data.tokenizer) needs a mask token.
+    """
+    return _text_model("masked_language_model", SMALL_MLM, SMALL_MASKS)
+
+
+def _text_model(name: str, model: ModelConfig, task: TaskConfig) -> RunConfig:
+    return RunConfig(
+        name=name,
+        data=TextDatasetConfig(path="", length=ROW),
+        task=task,
+        model=model,
+        training=dataclasses.replace(SMALL_TRAINING, steps=None),
     )
 
 
@@ -164,6 +287,8 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
 def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     if isinstance(run.data, TextTableConfig):
         return _infer_texts(run, given)
+    if isinstance(run.data, TextDatasetConfig):
+        return _infer_rows(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
     return infer_data(run, given)
 
@@ -186,10 +311,13 @@ def infer_vocabulary(run: RunConfig, given: Collection[str]) -> RunConfig:
 
 def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """Infer the settings for image files or parquet files."""
-    data, model = run.data, run.model
-    if not (isinstance(data, ImageDatasetConfig) and isinstance(model, ImageClassifierConfig)):
-        raise ValueError(f"data is {named_type(data)}, expected an ImageDatasetConfig")
-    splits = data.build()
+    model: Any = run.model
+    if not isinstance(run.data, ImageDatasetConfig):
+        raise ValueError(f"data is {named_type(run.data)}, expected an ImageDatasetConfig")
+    is_denoiser = isinstance(model, DenoiserConfig)
+    if is_denoiser:
+        run = _changed(run, {"data.labeled": _has_classes(run.data)}, given)
+    splits = run.data.build()
     if not isinstance(train := splits.train, ImageDataset):
         return run, []
     if "data.channels" not in given or "data.image_size" not in given:
@@ -197,15 +325,17 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
         changes: dict[str, Any] = {"data.channels": found}
         size = model.image_size if "model.image_size" in given else None
         patch = model.patch_size if "model.patch_size" in given else (4, 4)
-        longest = SMALL_SIDE if len(train) < SMALL else MAX_SIDE
+        longest = SMALL_SIDE if len(train) < SMALL or is_denoiser else MAX_SIDE
         changes["data.image_size"] = size or _fit(sizes, longest, patch)
         run = _changed(run, changes, given)
     channels: int = run.data.channels  # type: ignore[attr-defined]
     shape: tuple[int, ...] = run.data.image_size  # type: ignore[attr-defined]
-    if "data.mean" not in given or "data.std" not in given:
+    if is_denoiser:
+        run = _changed(run, _halves(channels), given)
+    elif "data.mean" not in given or "data.std" not in given:
         neutral: Any = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
-        data = configs.replace(run.data, neutral)
-        mean, std = _statistics(dataclasses.replace(train, reader=data.reader()))  # type: ignore[attr-defined]
+        data: Any = configs.replace(run.data, neutral)
+        mean, std = _statistics(dataclasses.replace(train, reader=data.reader()))
         run = _changed(run, {"data.mean": mean, "data.std": std}, given)
     if isinstance(run.task, ImageClassificationConfig):
         brightness = round(sum(run.data.mean) / channels, 2)  # type: ignore[attr-defined]
@@ -226,8 +356,10 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     splits = data.build()
     format = splits.format
     shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
-    mean, std = format.mean, format.std
-    run = _changed(run, {"data.mean": mean, "data.std": std}, given)
+    constants = {"data.mean": format.mean, "data.std": format.std}
+    if isinstance(run.model, DenoiserConfig):
+        constants = _halves(format.channels)
+    run = _changed(run, constants, given)
     augment = getattr(run.task, "augment", None)
     if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
         run = _replace(run, ["task", "augment"], None)
@@ -248,14 +380,14 @@ def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, lis
     lengths = _text_lengths(splits.train)
     length = min(max(2 ** math.ceil(math.log2(max(lengths))), MIN_LENGTH), MAX_LENGTH)
     run = _changed(run, {"data.length": length}, given)
-    run = _scaled(run, len(splits.train), given)
+    run = _scaled(run, len(splits.train), CLASSIFIER, given)
     data, model = run.data, run.model
     if not (isinstance(data, TextTableConfig) and isinstance(model, SequenceClassifierConfig)):
         return run, []
     tokens = "bytes" if data.tokenizer == BYTES else "tokens"
     longer = sum(length > data.length for length in lengths) / len(lengths)
     truncated = f" ({longer:.1%} of the texts are longer and truncated)" if longer else ""
-    counts = _counts(len(splits.train), len(splits.test), splits.train, names)
+    counts = _counts(len(splits.train), len(splits.test), "texts", names)
     return run, [
         f"data: {counts}, up to {data.length} {tokens}{truncated}",
         f"{_described(model)}, vocabulary of {model.vocab_size}",
@@ -272,36 +404,73 @@ def _text_lengths(train: GlueSet) -> list[int]:
     return [len(ids) + special for ids in encoder.tokenizer.encode_many(texts)]
 
 
+def _infer_rows(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings of a language model: the vocabulary and the tokens per row."""
+    splits = run.data.build()
+    rows = len(splits.train)
+    if "data.length" not in given and rows < MIN_ROWS:
+        length = 2 ** int(math.log2(max(rows * ROW / MIN_ROWS, 1)))
+        run = _changed(run, {"data.length": min(max(length, MIN_LENGTH), ROW)}, given)
+        splits = run.data.build()
+    run = _changed(run, {"model.vocab_size": splits.tokenizer.size}, given)
+    run = _scaled(run, len(splits.train), LANGUAGE_MODEL, given)
+    data, model = run.data, run.model
+    assert isinstance(data, TextDatasetConfig)
+    tokens = "bytes" if data.tokenizer == BYTES else "tokens"
+    return run, [
+        f"data: {len(splits.train):,} training and {len(splits.test):,} test rows of {data.length} "
+        f"{tokens}",
+        f"{_described(model)}, vocabulary of {model.vocab_size}",  # type: ignore[attr-defined]
+        _training(run),
+    ]
+
+
 def _sized(
     run: RunConfig, splits: Any, shape: tuple[int, ...], channels: int, given: Collection[str]
 ) -> tuple[RunConfig, list[str]]:
     """Choose model and training by the shape and number of the examples; describe the run."""
     train, test, names = len(splits.train), len(splits.test), splits.class_names
-    run = _changed(run, {"model.image_size": shape, "model.patch_size": patches(shape)}, given)
-    run = _changed(run, {"model.channels": channels, "model.num_classes": len(names)}, given)
-    run = _scaled(run, train, given)
+    is_denoiser = isinstance(run.model, DenoiserConfig)
+    patch_size = patches(shape, finest=is_denoiser)
+    classes = 0 if is_denoiser and len(names) == 1 else len(names)
+    run = _changed(run, {"model.image_size": shape, "model.patch_size": patch_size}, given)
+    run = _changed(run, {"model.channels": channels, "model.num_classes": classes}, given)
+    if is_denoiser and not classes:
+        run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
+    run = _scaled(run, train, DENOISER if is_denoiser else CLASSIFIER, given)
     sizes = " x ".join(map(str, shape))
     unit = "pixels" if len(shape) == IMAGE_AXES else "values"
+    if isinstance(run.data, ImageDatasetConfig):
+        is_whole = run.data.test_crop is None
+        unit += " (whole images, resized)" if is_whole else " (cropped to the center)"
+    noun = UNITS.get(len(shape), "examples")
     of_channels = f"{channels} channel{'s' * (channels > 1)}"
     model: Any = run.model
     patch = " x ".join(map(str, model.patch_size))
     return run, [
-        f"data: {_counts(train, test, splits.train, names)}, {sizes} {unit}, {of_channels}",
+        f"data: {_counts(train, test, noun, names)}, {sizes} {unit}, {of_channels}",
         f"{_described(model)}, patches of {patch}",
         _training(run),
     ]
 
 
-def _scaled(run: RunConfig, train: int, given: Collection[str]) -> RunConfig:
+def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) -> RunConfig:
     """Choose the model size, the batch size and the epochs by the number of training examples."""
-    _, width, depth, heads = next(row for row in MODEL_SIZES if train < row[0])
+    _, width, depth, heads = next(row for row in scale.sizes if train < row[0])
     run = _changed(run, {"model.width": width, "model.depth": depth}, given)
     width = run.model.width  # type: ignore[attr-defined]
     heads = next(n for n in range(heads, 0, -1) if width % n == 0)
     run = _changed(run, {"model.mixer.num_heads": heads}, given)
-    batch = min(MAX_BATCH, 2 ** int(math.log2(max(1, train / 6))))
-    epochs = min(max(math.ceil(EXAMPLES_SEEN / train), MIN_EPOCHS), MAX_EPOCHS)
-    return _changed(run, {"training.batch_size": batch, "training.epochs": epochs}, given)
+    batch = fitting_batch_size(train, scale.batch_size)
+    fewest, most = scale.epochs
+    epochs = min(max(math.ceil(scale.seen / train), fewest), most)
+    run = _changed(run, {"training.batch_size": batch, "training.epochs": epochs}, given)
+    if scale is CLASSIFIER:
+        return run
+    every = run.training.epochs / EVALUATIONS
+    return _changed(
+        run, {"training.evaluate_every": every, "training.checkpoint_every": every}, given
+    )
 
 
 def _described(model: Any) -> str:
@@ -309,12 +478,10 @@ def _described(model: Any) -> str:
     return f"model: {mixer}, {model.depth} blocks of width {model.width}"
 
 
-def _counts(train: int, test: int, examples: Any, names: Sequence[str]) -> str:
+def _counts(train: int, test: int, noun: str, names: Sequence[str]) -> str:
     shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
-    units: dict[type, str] = {ImageDataset: "image", GlueSet: "text"}
-    unit = units.get(type(examples), "example")
-    counts = f"{train:,} training and {test:,} test {unit}s"
-    return f"{counts} in {len(names)} classes ({shown})"
+    counts = f"{train:,} training and {test:,} test {noun}"
+    return f"{counts} in {len(names)} classes ({shown})" if len(names) > 1 else counts
 
 
 def _training(run: RunConfig) -> str:
@@ -338,16 +505,17 @@ def _replace(config: Any, path: list[str], value: Any) -> Any:
     return dataclasses.replace(config, **{name: value}) if hasattr(config, name) else config
 
 
-def patches(shape: tuple[int, ...]) -> tuple[int, ...]:
+def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
     """Choose patch sizes that divide the sizes of a grid and give at most `MAX_TOKENS` patches.
 
-    Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, 4 from 24 on.
-    If none divides all axes, the axis with the most patches gets larger ones.
+    Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, 4 from 24 on,
+    unless `finest`. If none divides all axes, the axis with the most patches gets larger ones.
 
     >>> patches((48, 64)), patches((6, 9))
     ((4, 4), (1, 1))
     """
-    smallest = next(patch for patch, longest in PATCHES if max(shape) >= longest)
+    sizes = PATCHES[1:] if finest else PATCHES
+    smallest = next(patch for patch, longest in sizes if max(shape) >= longest)
     for patch in (1, 2, 4, 8, 16, 32):
         fits = all(size % patch == 0 for size in shape)
         if fits and patch >= smallest and math.prod(n // patch for n in shape) <= MAX_TOKENS:
@@ -366,6 +534,22 @@ def patches(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _holds_arrays(path: str) -> bool:
     place = Path(path).expanduser()
     return place.suffix == ".npz" or (place.is_dir() and any(place.glob("*.npy")))
+
+
+def _has_classes(data: ImageDatasetConfig) -> bool:
+    """Return whether all training images are in subfolders, and there are several of them."""
+    source = find_source(data.path, data.name)
+    if source.builder != "imagefolder" or source.files is None:
+        return True
+    (folder,) = source.files[source.choose(data.train_split, data.test_split)["train"]]
+    images = (Path(file) for file in walk(folder) if is_image_name(file))
+    classes = {image.relative_to(folder).parts[:-1][:1] for image in images}
+    return () not in classes and len(classes) > 1
+
+
+def _halves(channels: int) -> dict[str, Any]:
+    """Return the constants that map pixels to -1 to 1, for denoisers."""
+    return {"data.mean": (HALF,) * channels, "data.std": (HALF,) * channels}
 
 
 def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
@@ -421,6 +605,13 @@ def _statistics(train: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 RECIPES = {
-    name: dataclasses.replace(recipe, infers=True, adapt=adapt)
-    for name, recipe in table(image_classifier, signal_classifier, text_classifier).items()
+    name: dataclasses.replace(recipe, infer=infer, adapt=adapt)
+    for name, recipe in table(
+        image_classifier,
+        signal_classifier,
+        text_classifier,
+        image_denoiser,
+        language_model,
+        masked_language_model,
+    ).items()
 }

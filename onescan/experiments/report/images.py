@@ -74,12 +74,17 @@ def held_out_labels(group: RunGroup) -> Labels:
     return labels[0]
 
 
+def noun(group: RunGroup) -> str:
+    """Return what an example of the task is called, such as "image"."""
+    return group.task.unit.removesuffix("s")
+
+
 def unknown_rows(group: RunGroup) -> str:
     """Return why rows of the evaluation cannot be matched with images, or an empty string."""
     rows, count = len(held_out_labels(group)), len(group.task.test)
     if rows == count:
         return ""
-    return f"Not shown: only {rows:,} of {count:,} held-out images could be read."
+    return f"Not shown: only {rows:,} of {count:,} held-out {group.task.unit} could be read."
 
 
 def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Grids:
@@ -163,7 +168,7 @@ def confusion(group: RunGroup) -> Section:
         for predictions in group.array("predictions")
     )
     assert isinstance(counts, np.ndarray)
-    over = f"{plural(len(group.runs), 'seed')} {TIMES} {plural(len(labels), 'test image')}"
+    over = f"{plural(len(group.runs), 'seed')} {TIMES} {plural(len(labels), f'test {noun(group)}')}"
     figure = confusion_figure if len(names) <= MATRIX_CLASSES else _pairs
     by_class = class_accuracy(accuracy_by_class(group), names)
     return Section("Confusions", [figure(counts, names, over), *by_class])
@@ -211,7 +216,7 @@ def _pairs(counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str) ->
     return Figure(
         "Most frequent confusions",
         fragment("confusions", rows),
-        f"True classes and wrong predictions ({over}), with the share of the true class's images. "
+        f"True classes and wrong predictions ({over}), each with its share of the true class. "
         f"{plural(int((mistakes > 0).sum()), 'pair')} of classes were confused at least once; "
         f"{len(rows)} are listed.",
         columns=3,
@@ -301,17 +306,18 @@ class Answer(NamedTuple):
 
 def predictions(group: RunGroup) -> Section:
     """Mistakes, and a sample of correct predictions."""
-    if reason := unknown_rows(group):
-        return Section("Test images", lead=reason)
     assert isinstance(group.task, ImageClassification)
+    title = f"Test {group.task.unit}"
+    if reason := unknown_rows(group):
+        return Section(title, lead=reason)
     if (axes := group.task.format.axes) > MAX_DRAWN_AXES:
-        return Section("Test images", lead=f"Not shown: the examples have {axes} axes.")
+        return Section(title, lead=f"Not shown: the examples have {axes} axes.")
     wrong = group.array("predictions") != held_out_labels(group)  # seeds images
     mistakes = _worst_first(wrong, group.array("confidence"))
     correct = (~wrong.any(dim=0)).nonzero().flatten().tolist()
     figures = [_mistakes(group, mistakes)] if mistakes else []
     figures += [_correct(group, correct)] if correct else []
-    return Section("Test images", figures)
+    return Section(title, figures)
 
 
 def _worst_first(
@@ -331,7 +337,7 @@ def _mistakes(group: RunGroup, rows: list[int]) -> Figure:
     return Figure(
         plural(len(rows), "mistake"),
         _gallery(group, shown),
-        f"{which} {plural(len(rows), 'image')} that {who} misclassifies: true class {ARROW} "
+        f"{which} {plural(len(rows), noun(group))} that {who} misclassifies: true class {ARROW} "
         f"prediction{several}, and the predicted probability. The most consistent and most "
         "confident mistakes come first.",
         columns=3,
@@ -345,7 +351,7 @@ def _correct(group: RunGroup, rows: list[int]) -> Figure:
     return Figure(
         "Correct predictions",
         _gallery(group, rows[::every]),
-        f"{which} the {plural(len(rows), 'image')} that {who} correctly, with the predicted "
+        f"{which} the {plural(len(rows), noun(group))} that {who} correctly, with the predicted "
         "probability.",
         columns=3,
     )
@@ -366,7 +372,7 @@ def _answer(group: RunGroup, row: int, pixels: UInt8[np.ndarray, "height width r
     names = group.class_names
     return Answer(
         picture(pixels),
-        f"Test image {row} of class {names[truth]}, predicted as {names[chosen]}",
+        f"Test {noun(group)} {row} of class {names[truth]}, predicted as {names[chosen]}",
         names[truth],
         names[chosen] if mistakes else "",
         count * bool(mistakes and len(group.runs) > 1) + percent(share, 0 if mistakes else 1),

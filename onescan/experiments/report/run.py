@@ -135,8 +135,10 @@ def page_title(group: RunGroup) -> str:
 def _lead(group: RunGroup) -> str:
     """Describe model and data in a few sentences."""
     task, model, unit = group.task, group.model, group.task.unit
+    noun = images.noun(group)
+    classifier = "classifier" if noun == "example" else f"{noun} classifier"
     kinds = {
-        ImageClassifier: "This image classifier",
+        ImageClassifier: f"This {classifier}",
         Denoiser: "This denoiser turns noise into images, step by step. It",
         CausalLM: "This language model predicts the next token. It",
         MaskedLM: "This language model predicts masked tokens. It",
@@ -173,7 +175,7 @@ def _lead(group: RunGroup) -> str:
         return f"{about}, and a vocabulary of {config.vocab_size:,} tokens."
     patches = math.prod(images.patch_grid(model))
     size, patch = (f" {TIMES} ".join(map(str, n)) for n in (config.image_size, config.patch_size))
-    return f"{about}, and splits an image of {size} into {patches} patches of {patch}."
+    return f"{about}, and splits each {noun} of {size} into {patches} patches of {patch}."
 
 
 def _cards(group: RunGroup) -> list[Card]:
@@ -311,7 +313,7 @@ def _is_plain(value: Any) -> bool:
 # Curves
 
 MEANINGS = {  # by the end of a metric's name
-    "top5_accuracy": "Share of held-out images whose class is among the five most likely.",
+    "top5_accuracy": "Share of held-out {unit} whose class is among the five most likely.",
     "label_accuracy": "Share of generated images that a classifier assigns to the requested class.",
     "accuracy": "Share of {right}.",
     "bits_per_byte": "Loss in bits per byte of held-out text, which is comparable between "
@@ -326,7 +328,6 @@ MEANINGS = {  # by the end of a metric's name
     "spearman": "Correlation of the ranks of predictions and scores.",
 }
 RIGHT: dict[type[TaskConfig], str] = {  # what accuracy is a share of
-    ImageClassificationConfig: "held-out images that are classified correctly",
     LanguageModellingConfig: "held-out tokens that the model ranks first",
     MaskedLanguageModellingConfig: "masked tokens that the model ranks first",
     RecallTaskConfig: "queries in held-out sequences that are answered correctly",
@@ -402,14 +403,14 @@ def _training_accuracy(group: RunGroup) -> Figure:
     """As in LDN's Fig. 2."""
     lines = _running(group, lambda run: run.column("train", "accuracy"), percent)
     name = "training accuracy"
-    augmented = " Images are augmented in training only, which lowers it." * (
+    augmented = " Augmentation, which is used in training only, lowers it." * (
         getattr(group.config.task, "augment", None) is not None
     )
     return Figure(
         name.capitalize(),
         line_chart(lines, x="epoch", y=name, scale="share", format=percent_tick),
-        f"Share of training images that are classified correctly, {_per_batch(group)}, before the "
-        f"batch updates the model.{augmented}",
+        f"Share of training {group.task.unit} that are classified correctly, {_per_batch(group)}, "
+        f"before the batch updates the model.{augmented}",
     )
 
 
@@ -421,14 +422,17 @@ def _meaning(name: str) -> str:
 
 
 def _metric_figure(group: RunGroup, name: str) -> Figure:
-    right = RIGHT.get(type(group.config.task), "held-out sequences that are classified correctly")
+    unit = group.task.unit
+    right = RIGHT.get(type(group.config.task), f"held-out {unit} that are classified correctly")
     scale: Scale = "linear"
     if name.endswith(ACCURACY):
         scale = "share"
     elif name in ("bits_per_byte", "feature_distance"):
         scale = "log"
     title = f"Test {metric_name(name)}"
-    return Figure(title, _evaluations(group, name, scale), _meaning(name).format(right=right))
+    return Figure(
+        title, _evaluations(group, name, scale), _meaning(name).format(right=right, unit=unit)
+    )
 
 
 def _per_batch(group: RunGroup) -> str:

@@ -1,5 +1,6 @@
 """The interface between tasks and the training loop."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,15 @@ class Evaluation:
     """Tensors with one row per example, by name, for the report."""
     left_out: int = 0
     """Number of examples that could not be read and have no rows."""
+
+
+def fitting_batch_size(examples: int, most: int = 64) -> int:
+    """Return a batch size, at most `most`, that gives at least six steps per epoch if possible.
+
+    >>> fitting_batch_size(216), fitting_batch_size(10_000), fitting_batch_size(3)
+    (32, 64, 1)
+    """
+    return min(most, 2 ** int(math.log2(max(1, examples / 6))))
 
 
 class Task(ABC):
@@ -160,7 +170,8 @@ class Task(ABC):
         count = len(self.train)
         if batch_size > count:
             raise ValueError(
-                f"training.batch_size is {batch_size}, but there are {count} {self.unit}"
+                f"training.batch_size is {batch_size}, but there are {count} training {self.unit}: "
+                f"pass a smaller one, such as --training.batch-size {fitting_batch_size(count)}"
             )
         return count // batch_size
 

@@ -31,7 +31,8 @@ from onescan.inputs.images import check_unit_range, unit_pixels
 from onescan.shapes import Logits
 
 TOP = 5
-IMAGE_AXES = 2
+MIN_CLASSES = 2
+UNITS = {1: "signals", 2: "images"}  # what examples are called, by their number of axes
 ROWS = 64  # arrays that are classified at once
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
@@ -67,6 +68,8 @@ class ImageClassificationConfig(TaskConfig):
             )
         for name in ("augment_repeats", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
+        if len(data.class_names) < MIN_CLASSES:
+            raise ValueError("the data has one class, expected two or more to classify")
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
         if self.teacher is not None and not isinstance(data, ImageSplits):
@@ -85,7 +88,7 @@ class ImageClassification(Task):
         self.config = config
         self.train, self.test = data.train, data.test
         self.format: GridFormat = data.format
-        self.unit = "images" if self.format.axes == IMAGE_AXES else "examples"
+        self.unit = UNITS.get(self.format.axes, "examples")
         self.class_names = data.class_names
         self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats

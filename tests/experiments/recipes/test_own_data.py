@@ -7,7 +7,9 @@ import re
 
 import numpy as np
 import pytest
+from html_page import Page
 from PIL import Image, ImageDraw
+from tiny_images import write_parquet
 from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
@@ -15,6 +17,7 @@ from onescan.configs import replace
 from onescan.experiments.data import ArrayDatasetConfig, Example
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.own_data import for_path, infer, infer_vocabulary, patches
+from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 
 SHAPES = ("circle", "square", "triangle")
@@ -57,7 +60,7 @@ def test_image_settings_are_inferred(shapes):
     run, lines = inferred("image_classifier", shapes)
     assert lines[0] == (
         "data: 102 training and 18 test images in 3 classes (circle, square, triangle), "
-        "24 x 32 pixels, 3 channels"
+        "24 x 32 pixels (whole images, resized), 3 channels"
     )
     assert run.data.image_size == run.model.image_size == (24, 32)
     assert (run.model.num_classes, run.model.channels, run.model.patch_size) == (3, 3, (4, 4))
@@ -100,16 +103,20 @@ def test_arrays_of_any_axes(tmp_path, shape):
         ((2, 200), {}, (1, True, (200,), 2), "200 values, 2 channels, channels first"),
         ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
         ((3, 3), {}, (1, False, (3,), 3), "channels last"),
+        ((6, 300), {}, (1, True, (300,), 6), "300 values, 6 channels, channels first .the shorter"),
+        ((300, 12), {}, (1, False, (300,), 12), "otherwise, pass --data.channels-first"),
+        ((300, 12), {"data.axes": 1}, (1, False, (300,), 12), "channels last"),
+        ((6, 300), {"data.axes": 2}, (2, False, (6, 300), 1), "no axis of channels"),
+        ((6, 300), {"data.channels_first": False}, (1, False, (6,), 300), "channels last$"),
+        ((16, 16), {}, (1, False, (16,), 16), "channels last"),
+        ((2, 8, 8), {}, (2, True, (8, 8), 2), "8 x 8 pixels, 2 channels, channels first"),
         ((200, 2), {"data.channels_first": True}, (1, True, (2,), 200), "channels first"),
-        ((2, 200), {"data.channels_first": False}, (2, False, (2, 200), 1), "2 x 200 pixels"),
+        ((2, 200), {"data.channels_first": False}, (1, False, (2,), 200), "2 values"),
         ((2, 200), {"data.axes": 1}, (1, True, (200,), 2), "channels first"),
         ((2, 200), {"data.axes": 2}, (2, True, (2, 200), 1), "no axis of channels"),
-        ((100, 6), {}, (2, False, (100, 6), 1), "if the last axis holds channels, pass --data.ax"),
-        ((6, 100), {}, (2, False, (6, 100), 1), "first axis .* --data.axes 1 --data.channels-fi"),
-        ((32, 32), {}, (2, False, (32, 32), 1), "no axis of channels$"),
     ],
 )
-def test_layout_of_arrays(tmp_path, shape, given, expected, line):
+def test_layout_of_signals(tmp_path, shape, given, expected, line):
     x = np.random.default_rng(0).normal(size=(20, *shape))
     np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
     run, lines = inferred("signal_classifier", tmp_path / "data.npz", given)
@@ -119,10 +126,44 @@ def test_layout_of_arrays(tmp_path, shape, given, expected, line):
     assert run.data.build().format.channels == model.channels
 
 
+@pytest.mark.parametrize(
+    ("shape", "line"),
+    [
+        ((100, 6), "if the last axis holds channels, pass --data.axes 1"),
+        ((6, 100), "first axis .* --data.axes 1 --data.channels-first"),
+        ((32, 32), "no axis of channels$"),
+    ],
+)
+def test_two_axes_are_images_for_the_other_recipe(tmp_path, shape, line):
+    x = np.random.default_rng(0).normal(size=(20, *shape))
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
+    run, lines = inferred("image_classifier", tmp_path / "data.npz")
+    assert (run.data.axes, run.model.image_size, run.model.channels) == (2, shape, 1)
+    assert "training and 3 test images" in lines[0]
+    assert re.search(line, lines[0])
+
+
+def test_reports_speak_of_signals(tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(60, 6, 40)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(60) % 3)
+    out = tmp_path / "out"
+    command = ("train", "signal_classifier", "--data.path", tmp_path / "data.npz", "--out", out)
+    assert onescan(*command, "--training.steps", 2, "--model.depth", 1, "--machine.trackers") == 0
+    shown = capsys.readouterr()
+    assert "data: 51 training and 9 test signals in 3 classes (0, 1, 2), 40 values" in shown.out
+    assert "data: 51 training and 9 test signals, input shape [6, 40]" in shown.err
+    text = Page((out / "report.html").read_text()).text
+    assert "This signal classifier was trained on 51 signals of 3 classes" in text
+    assert "splits each signal of 40 into 10 patches of 4" in text
+    assert "Test signals" in text
+    assert re.search(r"\d+ signals that the model (mis)?classifies", text)
+    assert re.search(r"test images?|This image|an image of|images that", text) is None
+
+
 def test_flag_of_channels_last_is_kept(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.ones((20, 2, 200)), y=np.arange(20) % 2)
     run = for_path(find_recipe("signal_classifier")(), str(tmp_path / "data.npz"))
-    assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2, 200)
+    assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2,)
 
 
 def test_patches_divide_sizes():
@@ -264,3 +305,157 @@ def test_images_that_predict_leaves_out_are_counted(shapes, tmp_path, caplog):
     assert [file.name for file, _ in _images_at([tmp_path])] == ["a.png"]
     assert "2 of 3 files in " in caplog.text
     assert "1 .heic, 1 without a suffix" in caplog.text
+
+
+# Whole images
+
+
+def corner_images(folder, sizes):
+    """Write white images with a dark bar at their left or right edge, as two classes."""
+    for number, (width, height) in enumerate(sizes):
+        for name, x in (("left", 0), ("right", width - 6)):
+            (folder / name).mkdir(exist_ok=True)
+            image = Image.new("L", (width, height), 255)
+            ImageDraw.Draw(image).rectangle((x, 0, x + 5, height), fill=0)
+            image.save(folder / name / f"{number}.png")
+
+
+def test_whole_images_are_read_and_it_is_said(tmp_path):
+    corner_images(tmp_path, [(32, 32)] * 6 + [(96, 32)] * 4)
+    run, lines = inferred("image_classifier", tmp_path)
+    assert "32 x 32 pixels (whole images, resized), 1 channel" in lines[0]
+    splits = run.data.build()
+    for data in (splits.train, splits.test):
+        images, labels = data.read([Example(i) for i in range(len(data))]).batch
+        left, right = (
+            images[:, 0, :, 0].float().mean(dim=1),
+            images[:, 0, :, -1].float().mean(dim=1),
+        )
+        assert ((left < 128) == (labels == 0)).all()
+        assert ((right < 128) == (labels == 1)).all()
+    assert any(
+        "another aspect ratio, by a factor of up to 3.00; --data.test-crop 1 crops" in note
+        for note in splits.notes
+    )
+    run, lines = inferred("image_classifier", tmp_path, {"data.test_crop": 1.0})
+    assert "32 x 32 pixels (cropped to the center), 1 channel" in lines[0]
+    assert any("cropped to the center: up to 67%" in note for note in run.data.build().notes)
+
+
+def test_the_papers_recipes_keep_their_crop():
+    for name in ("imagenet_lightnet_tiny", "cifar100_vit", "linearize_vit"):
+        assert find_recipe(name)().data.test_crop == 0.875
+
+
+# Denoisers of images
+
+
+def test_a_denoiser_of_classes(shapes):
+    run, lines = inferred("image_denoiser", shapes)
+    assert lines[0] == (
+        "data: 108 training and 12 test images in 3 classes (circle, square, triangle), "
+        "24 x 32 pixels (whole images, resized), 3 channels"
+    )
+    model, settings = run.model, run.training
+    assert (model.image_size, model.patch_size, model.channels) == ((24, 32), (2, 2), 3)
+    assert (model.num_classes, run.task.sampler.guidance_scale) == (3, 2.0)
+    assert run.data.mean == run.data.std == (0.5, 0.5, 0.5)
+    assert settings.batch_size == 16
+    assert settings.evaluate_every == settings.epochs / 10
+    run.build_task()
+    run.model.build()
+
+
+@pytest.mark.parametrize("layout", ["flat", "one class", "splits"])
+def test_a_denoiser_without_classes(tmp_path, layout):
+    rng = random.Random(0)
+    folders = {"flat": [""], "one class": ["cats"], "splits": ["train", "val/deeper"]}[layout]
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for number in range(20):
+            draw("circle", rng).convert("L").save(tmp_path / folder / f"{number}.png")
+    run, lines = inferred("image_denoiser", tmp_path)
+    counts = "20 training and 20 test" if layout == "splits" else "18 training and 2 test"
+    assert lines[0].startswith(f"data: {counts} images, 24 x 32 pixels")
+    assert (run.data.labeled, run.model.num_classes, run.model.channels) == (False, 0, 1)
+    assert run.task.sampler.guidance_scale == 1.0
+    assert run.data.mean == (0.5,)
+    task = run.build_task()
+    batch = task.train.read([Example(0), Example(1)]).batch
+    task.loss(run.model.build(), task.corrupt(task.augment(batch, 0), 0))
+    with pytest.raises(ValueError, match="the data has one class, expected two or more"):
+        replace(run, {"task": ImageClassificationConfig()}).build_task()
+
+
+def test_unlabeled_data_are_folders_of_images(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    write_parquet(tmp_path / "a.parquet", [0, 1, 0, 1])
+    run, given = find_recipe("image_denoiser")(), {"data.labeled": False}
+    run = replace(run, {"data.path": str(tmp_path), **given})
+    with pytest.raises(ValueError, match=r"data\.labeled is False, but .* not a folder of image"):
+        infer(run, given)
+
+
+def test_one_command_trains_a_denoiser_and_another_samples(tmp_path, capsys):
+    rng = random.Random(0)
+    for number in range(20):
+        draw("circle", rng).save(tmp_path / f"{number}.png")
+    out = tmp_path / "out"
+    small = (
+        "--training.steps", 2, "--model.depth", 1, "--model.width", 32, "--machine.trackers",
+        "--task.samples-per-class", 1, "--task.sampler.steps", 2, "--task.augment.flip", 0.5,
+    )  # fmt: skip
+    assert onescan("train", "image_denoiser", "--data.path", tmp_path, "--out", out, *small) == 0
+    assert "patches of 2 x 2" in capsys.readouterr().out
+    made = tmp_path / "made.png"
+    assert onescan("sample", out / "seed-0", "--num-images", 2, "--steps", 2, "--out", made) == 0
+    assert made.exists()
+
+
+# Language models
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "width", "epochs"),
+    [(1_500, 16, 64, 20), (5_000, 64, 64, 20), (40_000, 128, 64, 20), (300_000, 128, 128, 19)],
+)
+@pytest.mark.parametrize("name", ["language_model", "masked_language_model"])
+def test_settings_of_a_language_model(tmp_path, name, size, length, width, epochs):
+    file = tmp_path / "text.txt"
+    file.write_text(("the quick brown fox " * (size // 20))[:size])
+    run, lines = inferred(name, file)
+    rows = len(run.data.build().train)
+    assert lines[0].startswith(f"data: {rows:,} training and ")
+    assert lines[0].endswith(f" test rows of {length} bytes")
+    assert run.data.length == length
+    assert rows >= 64
+    assert (run.model.width, run.model.vocab_size) == (width, 258)
+    settings = run.training
+    assert (settings.steps, settings.epochs) == (None, epochs)
+    assert settings.batch_size <= min(16, rows / 6)
+    assert settings.evaluate_every == epochs / 10
+    run.build_task()
+    run.model.build()
+
+
+def test_given_settings_of_a_language_model(tmp_path):
+    (tmp_path / "text.txt").write_text("a mat and a cat sat " * 100)
+    word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    given = {"data.tokenizer": str(tmp_path / "tokenizer"), "data.length": 24, "model.depth": 2}
+    run, lines = inferred("language_model", tmp_path / "text.txt", given)
+    assert (run.data.length, run.model.depth, run.model.vocab_size) == (24, 2, len(WORDS))
+    assert lines[0].endswith("rows of 24 tokens")
+
+
+def test_commands_for_own_text(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a mat and a cat sat " * 100)
+    small = ("--data.path", tmp_path / "text.txt", "--training.steps", 2, "--machine.trackers")
+    for name, then in (
+        ("language_model", ("generate", "--prompt", "a cat", "--max-new-tokens", 4)),
+        ("masked_language_model", ("fill", "a [MASK] sat")),
+    ):
+        out = tmp_path / name
+        assert onescan("train", name, *small, "--out", out) == 0
+        assert "model: LightNet, 4 blocks of width 64" in capsys.readouterr().out
+        command, *rest = then
+        assert onescan(command, out / "seed-0", *rest) == 0

@@ -15,6 +15,7 @@ import onescan
 from onescan import configs
 from onescan.checkpoint.run_folder import write_config
 from onescan.cli import main
+from onescan.experiments.data import ImageDatasetConfig
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.linearize import from_teacher
@@ -636,6 +637,26 @@ def test_linearize_vit_reads_other_images_with_a_converted_model(teachers, tmp_p
     assert run.model == dataclasses.replace(IMAGES, mixer=mixer)
     assert run.data.image_size == (4, 4)
     assert run.transfer.steps == 2
+
+
+def test_batch_size_and_classes_fit_the_data(teachers, tmp_path):
+    recipe, folder = find_recipe("linearize_vit"), str(teachers / "images")
+    path = write_folders(tmp_path, "a", "b", count=120)
+    run = configs.replace(
+        recipe.adapt(recipe(), {"init_from": folder}),
+        {
+            "data": ImageDatasetConfig(path=path, image_size=(4, 4)),
+            "training": recipe().training,
+        },
+    )
+    fitted, lines = recipe.infer(run, {"data.path"})
+    assert (fitted.training.batch_size, fitted.model.num_classes) == (32, 2)
+    assert lines == [
+        "model: 2 classes, as in the data, instead of 3",
+        "training: batch size 32 instead of 256, because there are 216 training examples",
+    ]
+    given = {"data.path", "training.batch_size", "model.num_classes"}
+    assert recipe.infer(run, given) == recipe.infer(run, {"init_from"}) == (run, [])
 
 
 def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path):
