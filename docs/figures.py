@@ -1,7 +1,7 @@
 """Draw the figures of the documentation site: `python docs/figures.py`.
 
-The two pictures of the landing page read their numbers from the tables in performance.md and
-results.md; those of the concept pages are computed by the ops.
+The picture of the landing page reads its numbers from a table in performance.md; those of the
+concept pages are computed by the ops.
 """
 
 import re
@@ -21,6 +21,11 @@ from onescan.ops import (
 
 DOCS = Path(__file__).parent
 NUMBER = r"\d+(?:\.\d+)?"
+LABELS = {  # of the rows in the speed figure
+    "softmax": "softmax attention",
+    "one scan with LRPE": "LightNet with rotary positions",
+    "one scan": "LightNet without positions",
+}
 
 
 def table(page, heading):
@@ -42,30 +47,13 @@ def speed():
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for name, *cells in rows:
-        if name in ("one scan", "softmax"):
+        if name in LABELS:
             times = [float(re.match(NUMBER, cell)[0]) for cell in cells[:-1]]
-            label = "LightNet (one scan)" if name == "one scan" else "softmax attention"
-            axes.loglog(tokens, times, marker="o", label=label)
+            axes.loglog(tokens, times, marker="o", label=LABELS[name])
     axes.set(xlabel="tokens", ylabel="milliseconds", xticks=tokens, xticklabels=tokens)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    return figure
-
-
-def quality():
-    """Accuracy of each mixer, from 'CIFAR-10: mixers with equal, short training'."""
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    section = text[text.index("## CIFAR-10: mixers with equal, short training") :]
-    section = section[: section.index("\n## ", 3)]
-    rows = re.findall(rf"^\| ([^|]+?) \| ({NUMBER})% ± ({NUMBER})%", section, re.MULTILINE)
-    names, means, deviations = zip(*reversed(rows), strict=True)
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    colors = ["C0" if name == "LightNet" else "C7" for name in names]
-    axes.barh(names, [float(x) for x in means], xerr=[float(x) for x in deviations], color=colors)
-    axes.set(xlabel="test accuracy (%)")
-    axes.grid(alpha=0.3, axis="x")
     return figure
 
 
@@ -132,7 +120,7 @@ def diffusion():
     return figure
 
 
-FIGURES = (speed, quality, additive_weights, lion_weights, rotations, diffusion)
+FIGURES = (speed, additive_weights, lion_weights, rotations, diffusion)
 
 
 def main():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onescan.experiments.training.convert import convert as convert
     from onescan.experiments.training.loop import train as train
     from onescan.inference.loading import load as load
+    from onescan.inference.loading import load_language_model as load_language_model
     from onescan.models.causal_lm import CausalLM as CausalLM
     from onescan.models.causal_lm import CausalLMConfig as CausalLMConfig
     from onescan.models.causal_lm import Sampling as Sampling
@@ -63,6 +64,7 @@ _MODULES = {
     "convert": "experiments.training.convert",
     "load": "inference.loading",
     "load_generation_state": "checkpoint.generation_state",
+    "load_language_model": "inference.loading",
     "preset": "models.presets",
     "save_generation_state": "checkpoint.generation_state",
     "sequence_parallel": "ops.parallel",

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ from onescan.models.token_network import flatten_state, unflatten_state
 
 __all__ = [
     "ExtraInput",
+    "decompose_for_onnx",
     "export_onnx",
     "export_onnx_step",
     "export_program",
@@ -330,7 +332,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
     with warnings.catch_warnings():  # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return torch.onnx.export(
-            _decompose(program),
+            decompose_for_onnx(program),
             (),
             input_names=inputs,
             output_names=outputs,
@@ -406,12 +408,19 @@ def _check_onnx(model: Any) -> None:
         raise ValueError(f"model has {size} bytes, expected at most {MAX_BYTES} in an ONNX file")
 
 
-def _decompose(program: ExportedProgram) -> ExportedProgram:
-    """Replace operators that ONNX lacks, or that overflow or lose precision in ONNX."""
+def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
+    """Replace operators that ONNX lacks, or that overflow or lose precision in ONNX.
+
+    `export_onnx` calls it. Call it yourself before ``torch.onnx.export`` for a network of your own.
+
+    Args:
+        program: Program that ``torch.export.export`` returned for a module with layers of onescan.
+    """
     aten = torch.ops.aten
     own: dict[Any, Callable[..., Tensor]] = {
         aten.logaddexp.default: logaddexp,
         aten.logcumsumexp.default: logcumsumexp,
+        aten.cumprod.default: cumprod,
         aten.linalg_solve_triangular.default: solve_unit_triangular,
     }
     if not any(node.target in own for node in program.graph.nodes):
@@ -449,6 +458,11 @@ def _by_pairs(x: Tensor) -> Tensor:
     x = x.unsqueeze(-2).masked_fill(later, -torch.inf)
     peak = x.amax(dim=-1, keepdim=True)
     return ((x - peak).exp().sum(dim=-1, keepdim=True).log() + peak).squeeze(-1)
+
+
+def cumprod(x: Tensor, dim: int) -> Tensor:
+    """Compute cumulative products along an axis of fixed size."""
+    return torch.stack(list(accumulate(x.unbind(dim), torch.mul)), dim)
 
 
 def solve_unit_triangular(

@@ -296,6 +296,11 @@ def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced):
     [
         pytest.param(BOTH["lion"], id="lion"),
         pytest.param(CAUSAL["delta"], id="delta", marks=pytest.mark.slow),
+        pytest.param(  # chunks of several blocks; the others have one
+            {"mixer": LightNetMixerConfig(num_heads=2, causal=True), "position": None},
+            id="lightnet, default chunks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, change):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import onescan
+import onescan.ops
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -58,6 +59,7 @@ def _unchecked():
 
 
 @pytest.mark.usefixtures("_unchecked")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx uses it itself
 @pytest.mark.parametrize("name", PAGES)
 def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     page = (ROOT / name).read_text()
@@ -68,6 +70,16 @@ def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     for block in blocks:
         above = page.count("\n", 0, block.start(1))
         exec(compile("\n" * above + block[1], ROOT / name, "exec"), names)  # noqa: S102
+
+
+def test_the_api_reference_has_the_public_interface():
+    text = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    described = {
+        name.rpartition(".")[2] for name in re.findall(r"^\.\. auto\w+:: (\S+)", text, re.M)
+    }
+    public = {*onescan.__all__, *onescan.ops.__all__} - {"PRESETS", "__version__"}
+    assert not public - described
+    assert ".. automodule:: onescan.nn\n   :members:\n   :imported-members:" in text
 
 
 def test_help_lists_every_target():

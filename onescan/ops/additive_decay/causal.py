@@ -434,6 +434,9 @@ def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
     """Combine the scores between blocks with the scores within blocks."""
     _mask_blocks_(far)
     near = (_in_blocks(p) @ _in_blocks(w).mT).tril_()
+    if torch.compiler.is_exporting():  # ONNX has no writing to a view of the diagonal
+        placed = torch.diag_embed(near.permute(0, 1, 2, 4, 5, 3), dim1=3, dim2=5)
+        return far + placed.flatten(5).flatten(3, 4)
     _diagonal(far, near.shape[3]).copy_(near)
     return far
 
