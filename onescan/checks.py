@@ -1,6 +1,7 @@
 """Argument checks. Error messages name the argument, its value and the expected value."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from numbers import Integral
 from typing import Any
 
@@ -109,6 +110,21 @@ def check_whole(least: int, **numbers: Any) -> None:
         is_whole = isinstance(number, INTEGERS) and not isinstance(number, bool)
         if not is_whole or number < least:
             raise ValueError(f"{name} is {number!r}, expected a whole number of at least {least}")
+
+
+def check_distinct(**sequences: Collection[object]) -> None:
+    """Raise ValueError if a sequence is empty or contains a value more than once.
+
+    >>> check_distinct(seeds=(1, 0, 1))
+    Traceback (most recent call last):
+    ValueError: seeds contains 1 more than once
+    """
+    for name, values in sequences.items():
+        if not values:
+            raise ValueError(f"{name} is empty, expected at least one value")
+        value, count = Counter(values).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{name} contains {value!r} more than once")
 
 
 def check_floating(**tensors: Any) -> None:

@@ -24,9 +24,10 @@ from onescan.cli.options import (
     parse,
 )
 
+# fields that `onescan evaluate --help` shows
 COMMON = (
-    *("--device", "--batch-size", "--workers", "--out", "--split", "--lengths", "--text"),
-    *("--tasks", "--samples", "--features", "--guidance-scale"),
+    *("device", "batch_size", "workers", "out", "split", "lengths", "text"),
+    *("tasks", "samples", "features", "guidance_scale"),
 )
 
 

@@ -1,9 +1,12 @@
 """Shared by the commands: parsing, help, output and common options."""
 
 import contextlib
+import dataclasses
+import functools
 import inspect
 import io
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,6 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from onescan.messages import named_type, printable
 
@@ -21,7 +30,6 @@ if TYPE_CHECKING:
     from onescan.inputs.tokenizer import Tokenizer
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
-HELP_WIDTH = 80  # of text outside of boxes
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
 OptionsT = TypeVar("OptionsT")
@@ -42,7 +50,7 @@ Imports = Annotated[
     tyro.conf.arg(
         name="import",
         metavar="FILE.py",
-        help="Python file to run first, because it defines classes of the run.",
+        help="Python file to run first, because it defines classes of the run (repeatable).",
     ),
 ]
 
@@ -100,121 +108,108 @@ def parse(
         prog: Name of the command in messages, if not its own.
         description: First part of the help text, if not the docstring of the command.
         default: Defaults of all options.
-        common: Flags to show with ``--help``; ``None`` shows all.
+        common: Fields to show with ``--help``, in all groups; ``None`` shows all.
+
+    Raises:
+        ValueError: If a config rejects its values.
+        SystemExit: After help, and after an error that tyro has found.
     """
-    hides_rare = common is not None and HELP_ALL not in argv
-    argv = ["--help" if argument == HELP_ALL else argument for argument in argv]
-    shown, errors = _Capture(), _Capture()
+    asks_for_help = not {*HELP, HELP_ALL}.isdisjoint(argv)
+    shown = common if asks_for_help and HELP_ALL not in argv else None
+    call = functools.partial(
+        tyro.cli,
+        options,
+        prog=printable(f"onescan {prog or command.__name__}"),
+        description="",
+        args=["--help"] if asks_for_help else argv,
+        config=(tyro.conf.AvoidSubcommands,),
+        default=tyro.MISSING_NONPROP if default is None else default,
+        registry=_rules(shown),
+    )
+    if asks_for_help:
+        echo(_wrapped(description or inspect.getdoc(command) or ""), end="\n\n")
+        try:
+            return call()
+        finally:
+            if shown is not None:
+                echo(f"Use {HELP_ALL} to show all options.")
+    # tyro does not escape what the user typed
+    errors = io.TextIOWrapper(io.BytesIO(), sys.stdout.encoding, "backslashreplace", newline="")
     try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                options,
-                prog=f"onescan {prog or command.__name__}",
-                description=description or inspect.getdoc(command),
-                args=argv,
-                config=(tyro.conf.AvoidSubcommands,),
-                default=tyro.MISSING_NONPROP if default is None else default,
-            )
+        with contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors):
+            return call()
+    except _RejectedError as rejected:
+        raise rejected.args[0] from None
     except SystemExit:
-        if message := _value_error(errors.getvalue()):
-            raise ValueError(message) from None
-        text = reflow(shown.getvalue())
-        echo(only_options(text, common or ()) if hides_rare and text else text, end="")
-        sys.stderr.write(printable(errors.getvalue(), keep=UNESCAPED))
+        errors.seek(0)
+        sys.stderr.write(printable(errors.read(), keep=UNESCAPED))
         raise
 
 
-class _Capture(io.StringIO):
-    """Captured output of tyro, which draws boxes if the encoding has the characters."""
-
-    encoding = "utf-8"
-
-
-def _value_error(text: str) -> str:
-    """Return the message in tyro's box for a value error, in one line; empty for other text."""
-    box = re.match(r"╭─ Value error ─*╮\n(.*?)\n(?:│ ─|╰)", text, re.DOTALL)
-    lines = [line.strip("│").strip() for line in box[1].splitlines()] if box else []
-    return re.sub(r"^Error parsing (?!--)[\w.]+: |^Error parsing ", "", " ".join(lines))
+def _wrapped(text: str) -> str:
+    """Wrap each line of a text, such as a command, at the width of the terminal."""
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
-def reflow(text: str) -> str:
-    """Wrap a help text of tyro, which breaks descriptions where docstrings do.
+class _RejectedError(Exception):
+    """Carries a ValueError of a config past tyro, which would print it in a box."""
 
-    Empty defaults are removed, and also None if the description states the default.
+
+def _rules(shown: Collection[str] | None) -> ConstructorRegistry:
+    """Return tyro's rules with three changes to those for dataclasses.
+
+    Descriptions are not broken where docstrings are, empty defaults are omitted, and errors of a
+    config reach the caller. Optional fields that are not shown are hidden; None shows all.
     """
-    lines: list[str] = []
-    box: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("│"):
-            box.append(line[2:-2].rstrip())
-        elif not line.startswith(("╭", "╰", "usage")):
-            lines += textwrap.wrap(line, HELP_WIDTH, break_on_hyphens=False) or [""]
-        else:
-            width = len(line) - len("│  │")
-            lines += [*(f"│ {content:<{width}} │" for content in _wrap_box(box, width)), line]
-            box = []
-    return "".join(f"{line}\n" for line in lines)
+    registry, is_nested = ConstructorRegistry(), False
+
+    @registry.struct_rule
+    def _(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_nested
+        if is_nested or not dataclasses.is_dataclass(info.type):
+            return None
+        is_nested = True
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            is_nested = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+
+        @functools.wraps(spec.instantiate, updated=())
+        def build(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return spec.instantiate(*args, **kwargs)
+            except ValueError as error:
+                raise _RejectedError(error) from None
+
+        fields = tuple(_field(field, shown) for field in spec.fields)
+        return StructConstructorSpec(instantiate=build, fields=fields)
+
+    return registry
 
 
-def _wrap_box(box: list[str], width: int) -> list[str]:
-    """Wrap the descriptions in a box, which are all indented to the same column."""
-    indents = [len(line) - len(line.lstrip()) for line in box if line.startswith("   ")]
-    if not indents:
-        return [_without_empty_default(line) for line in box]
-    column = min(indents)
-    wrapped: list[str] = []
-    head, words = "", ""
-    for line in [*box, "end"]:
-        if line and not line[:column].strip():
-            words += f" {line.strip()}"
-            continue
-        if words:
-            described = _without_empty_default(words.strip())
-            lines = textwrap.wrap(described, width - column, break_on_hyphens=False)
-            indent = " " * column
-            wrapped += [head + lines[0], *(indent + line for line in lines[1:])]
-            head, words = indent, ""
-        if line[column - 2 : column] == "  ":  # the description starts beside the flag
-            head, words = line[:column], line[column:]
-        elif line or (wrapped and wrapped[-1]):
-            head = " " * column
-            wrapped.append(line)
-    return wrapped[:-1]
+def _field(field: StructFieldSpec, shown: Collection[str] | None) -> StructFieldSpec:
+    """Return a field as it is described in help texts."""
 
+    def description() -> str | None:
+        text = field.helptext() if callable(field.helptext) else field.helptext
+        return text and " ".join(text.split())
 
-def _without_empty_default(description: str) -> str:
-    """Remove an empty default, and None if the description states the default.
+    def default(value: str) -> str:
+        is_stated = value == "None" and "y default" in (description() or "")
+        return "" if is_stated or value in ("", "''") else f"(default: {printable(value)})"
 
-    >>> _without_empty_default("By default all. (default: None)")
-    'By default all.'
-    """
-    empty = "(None|'')?" if "y default" in description else "('')?"
-    return re.sub(rf" \(default: {empty}\)$", "", description)
-
-
-def only_options(text: str, flags: Collection[str]) -> str:
-    """Remove all options but these from a help text of tyro; keep positional arguments.
-
-    A box of the text holds entries. The first line of an entry begins with its flag, and the others
-    are indented further.
-    """
-    kept: list[str] = []
-    box: list[str] = []
-    is_shown, count = True, 0
-    for line in text.splitlines():
-        if flag := re.match(r"│ (?:-h, )?(--[\w.-]+)", line):
-            count += 1
-            is_shown = flag[1] in flags or flag[1] == "--help"
-        if line.startswith("╭"):
-            box, is_shown = [line], "positional" in line
-        elif line.startswith("╰"):
-            kept += [*box, line] if len(box) > 1 else []
-            box = []
-        elif not box:
-            kept.append(line)
-        elif is_shown:
-            box.append(line)
-    return "\n".join([*kept, f"Use {HELP_ALL} to show all {count} options.", ""])
+    kind: Any = field.type
+    is_option = field.default not in (tyro.MISSING, tyro.MISSING_NONPROP)
+    if is_option and not dataclasses.is_dataclass(field.default):
+        kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=default)]
+        if shown is not None and field.name not in shown:
+            kind = Annotated[kind, tyro.conf.Suppress]
+    return dataclasses.replace(field, type=kind, helptext=description)
 
 
 def name_flags(message: str, argv: Sequence[str]) -> str:
@@ -232,11 +227,11 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     ends = [field.rpartition(".")[2] for field in fields.values()]
     for field in fields.values():
         shown = "--" + field.replace("_", "-")
-        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|and|without)\b)"
+        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|contains|and|without)\b)"
         message = re.sub(named, shown, message)
         end = field.rpartition(".")[2]
         if ends.count(end) == 1:
-            message = re.sub(rf"^{end}(?= (?:is|has|without)\b)", shown, message)
+            message = re.sub(rf"^{end}(?= (?:is|has|contains|without)\b)", shown, message)
             if "_" in end:  # not a word of the message
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= \d)", shown, message)
     return message

@@ -45,7 +45,7 @@ def models(argv: Argv) -> None:
 
     options = parse(Options, models, argv)
     from onescan.models.presets import ABLATIONS, PRESETS, preset
-    from onescan.models.size import model_size
+    from onescan.models.size import known_size
 
     kinds = {name: MODEL_KINDS[type(row.config).__name__] for name, row in PRESETS.items()}
     if options.word in PRESETS or not _matches(PRESETS, kinds, options.word):
@@ -56,17 +56,17 @@ def models(argv: Argv) -> None:
     for kind, group in groups.items():
         echo(f"\n{kind}")
         for name, row in group.items():
-            size = model_size(row.config)
+            size = known_size(row.config)
             echo(_size_row(name, size, row.printed_millions, row.printed_gmacs))
             for ablation, printed in row.printed_ablations.items() if options.ablations else ():
-                size = model_size(preset(name, **ABLATIONS[ablation]))
+                size = known_size(preset(name, **ABLATIONS[ablation]))
                 echo(_size_row(f"  {ablation}", size, printed))
 
 
 def _show_model(name: str) -> None:
     """Show one model: its size, source, ablations, parameters by part, and config."""
     from onescan.configs import replace
-    from onescan.models.size import model_size, parameters_by_part
+    from onescan.models.size import known_size, parameters_by_part
 
     model = _find_model(name)
     config, printed = model.config, model.printed_ablations
@@ -74,11 +74,11 @@ def _show_model(name: str) -> None:
     echo(f"{name}: {MODEL_KINDS.get(type(config).__name__, type(config).__name__).lower()}")
     echo(f"{model.source}\n\nGMACs are for inputs of shape {', '.join(map(str, shapes))}.\n")
     _show_heading()
-    echo(_size_row("model", model_size(config), model.printed_millions, model.printed_gmacs))
+    echo(_size_row("model", known_size(config), model.printed_millions, model.printed_gmacs))
     for ablation, changes in _ablations(config).items():
         try:
             variant = replace(config, changes)
-            size = model_size(variant)
+            size = known_size(variant)
         except ValueError:  # of another family
             continue
         if variant != config:

@@ -27,15 +27,12 @@ if TYPE_CHECKING:
     from onescan.experiments.recipes.glue import GlueRun
     from onescan.experiments.training.config import RunConfig, RunResult
 
-# options that `onescan train RECIPE --help` shows
+# fields that `onescan train RECIPE --help` shows
 COMMON = (
-    *("--out", "--seeds", "--overwrite", "--init-from", "--data.path", "--model.image-size"),
-    *("--model.width", "--model.depth", "--task.teacher", "--task.classifier"),
-    *("--transfer.steps", "--transfer.learning-rate"),
-    *("--training.epochs", "--training.steps", "--training.batch-size"),
-    *("--training.learning-rate", "--training.weight-decay", "--training.precision"),
-    *("--training.ema-decay", "--training.seed", "--machine.device", "--machine.workers"),
-    *("--machine.gradient-accumulation-steps", "--machine.compile"),
+    *("out", "seeds", "overwrite", "init_from", "path", "image_size", "width", "depth"),
+    *("teacher", "classifier", "epochs", "steps", "batch_size", "learning_rate"),
+    *("weight_decay", "precision", "ema_decay", "seed", "device", "workers"),
+    *("gradient_accumulation_steps", "compile"),
 )
 MAX_SEED = 2**32
 USAGE = """\
@@ -84,6 +81,7 @@ def train(argv: Argv) -> None:
         default=Options(run=recipe),
         common=COMMON,
     )
+    from onescan.checks import check_distinct
     from onescan.experiments.report import check_report_path, write_report
     from onescan.experiments.training import joined
     from onescan.experiments.training import train as train_run
@@ -93,9 +91,7 @@ def train(argv: Argv) -> None:
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
     seeds = (options.run.training.seed,) if options.seeds is None else options.seeds
-    if not seeds or len(set(seeds)) < len(seeds):
-        given = ", ".join(map(str, seeds)) or "empty"
-        raise ValueError(f"seeds is {given}, expected at least one, and no duplicates")
+    check_distinct(seeds=seeds)
     if not 0 <= min(seeds) <= max(seeds) < MAX_SEED:
         wrong = ", ".join(str(seed) for seed in seeds if not 0 <= seed < MAX_SEED)
         raise ValueError(f"seeds is {wrong}, expected 0 to {MAX_SEED - 1}")

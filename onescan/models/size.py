@@ -1,18 +1,29 @@
-"""How large a model is: parameters, and multiply-accumulates of one forward."""
+"""How large a model is: parameters, and multiply-accumulates of one forward.
 
+Counting the multiply-accumulates of all presets takes 20 s, so their sizes are in sizes.json, which
+`python docs/counts.py` writes.
+"""
+
+import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from hashlib import blake2b
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from onescan.checks import check_positive
 from onescan.configs import ModelConfig
+from onescan.models.presets import ABLATIONS, PRESETS, preset
 
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+SIZES = Path(__file__).with_name("sizes.json")
 LAYERS = ("blocks", "layers")  # names of the lists of equal modules
 
 
@@ -35,6 +46,32 @@ def model_size(config: ModelConfig) -> Size:
         inputs = config.example_inputs()
         model = config.build()
     return Size(sum(p.numel() for p in model.parameters()), _macs(model, inputs))
+
+
+def known_size(config: ModelConfig) -> Size:
+    """Return the size of a model from sizes.json, or count it if its config is not there."""
+    return _known_sizes().get(fingerprint(config)) or model_size(config)
+
+
+def fingerprint(config: ModelConfig) -> str:
+    """Return a hash of a config, which changes with every field and default."""
+    return blake2b(repr(config).encode(), digest_size=8).hexdigest()
+
+
+def listed_configs() -> dict[str, ModelConfig]:
+    """Return the configs that sizes.json covers: the presets and their published ablations."""
+    configs: dict[str, ModelConfig] = {}
+    for name, row in PRESETS.items():
+        configs[name] = row.config
+        for ablation in row.printed_ablations:
+            configs[f"{name}/{ablation}"] = preset(name, **ABLATIONS[ablation])
+    return configs
+
+
+@cache
+def _known_sizes() -> dict[str, Size]:
+    rows = json.loads(SIZES.read_text(encoding="utf-8")).values()
+    return {row["config"]: Size(row["parameters"], row["macs"]) for row in rows}
 
 
 def parameters_by_part(config: ModelConfig) -> dict[str, int]:
@@ -92,6 +129,8 @@ def recurrence_flops(tokens: int, head_width: int) -> int:
 
 
 def _macs(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> int:
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         count = _Count(counter)
         for blocks in _alike(model):
@@ -116,7 +155,7 @@ def _built(block: nn.Module) -> tuple[str, list[torch.Size]]:
 class _Count:
     """Of blocks built alike one runs, and another only where it is given something else."""
 
-    def __init__(self, counter: FlopCounterMode) -> None:
+    def __init__(self, counter: "FlopCounterMode") -> None:
         self.counter = counter
         self.left_out = 0
 

@@ -1,13 +1,25 @@
 """Sizes of models: blocks that are built alike are counted without running them all."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from onescan.layers.mixers import LionMixerConfig, SoftmaxMixerConfig
-from onescan.models.presets import preset
-from onescan.models.size import _macs, attention_flops, model_size, recurrence_flops
+from onescan.models.presets import PRESETS, preset
+from onescan.models.size import (
+    SIZES,
+    Size,
+    _macs,
+    attention_flops,
+    fingerprint,
+    known_size,
+    listed_configs,
+    model_size,
+    recurrence_flops,
+)
 from onescan.ops import decay_attention
 from onescan.shapes import Grid
 
@@ -30,6 +42,47 @@ def test_the_count_is_that_of_every_block(config):
     with torch.device("meta"):
         inputs, model = config.example_inputs(), config.build()
     assert model_size(config).macs == every_block_run(model, inputs)
+
+
+# Sizes in sizes.json
+
+
+STALE = "sizes.json is out of date; run `python docs/counts.py`"
+STORED = json.loads(SIZES.read_text())
+
+
+def test_every_listed_config_is_in_the_file():
+    configs = {name: fingerprint(config) for name, config in listed_configs().items()}
+    assert {name: row["config"] for name, row in STORED.items()} == configs, STALE
+
+
+def assert_stored(names):
+    configs = listed_configs()
+    sizes = {name: model_size(configs[name])._asdict() for name in names}
+    assert {name: {**row, "config": STORED[name]["config"]} for name, row in sizes.items()} == {
+        name: STORED[name] for name in names
+    }, STALE
+
+
+def test_stored_sizes_are_those_of_a_recount():
+    """For one preset of each class of models, and an ablation."""
+    one_of_each = {type(row.config): name for name, row in reversed(PRESETS.items())}
+    assert_stored([*one_of_each.values(), "lightnet_tiny/without_tpe"])
+
+
+@pytest.mark.slow
+def test_all_stored_sizes_are_those_of_a_recount():
+    assert_stored(STORED)
+
+
+def test_other_configs_are_counted(monkeypatch):
+    known, other = preset("lightnet_tiny"), preset("lightnet_tiny", depth=1, num_classes=10)
+    expected = Size(*(STORED["lightnet_tiny"][key] for key in Size._fields))
+    counted = model_size(other)
+    assert known_size(other) == counted
+    monkeypatch.setattr("onescan.models.size.model_size", {other: counted}.get)
+    assert known_size(known) == expected  # without counting
+    assert known_size(other) == counted
 
 
 class Blocks(nn.Module):

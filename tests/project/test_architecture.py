@@ -333,6 +333,12 @@ def test_importing_the_package_is_light():
     assert "torch" not in loaded
 
 
+def test_importing_the_presets_does_not_import_the_compiler():
+    loaded = loaded_after("import onescan.models.size")
+    assert "torch" in loaded
+    assert not loaded & {"torch._dynamo", "sympy"}
+
+
 HELP = """
 import contextlib, io, sys
 from onescan.cli import main

@@ -33,10 +33,9 @@ class LengthsConfig:
 
     def check(self) -> None:
         """Raise ValueError if a number is out of range."""
-        from onescan.checks import check_positive  # imports torch, which is slow
+        from onescan.checks import check_distinct, check_positive  # imports torch, which is slow
 
-        if not self.lengths or len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(f"lengths is {self.lengths}, expected at least one, each once")
+        check_distinct(lengths=self.lengths)
         for length in self.lengths:
             check_positive(lengths=length)
         if self.max_tokens is not None:
@@ -112,7 +111,7 @@ class SamplesConfig:
 
     def check(self) -> None:
         """Raise ValueError if a setting is missing or out of range."""
-        from onescan.checks import check_choice, check_positive  # imports torch
+        from onescan.checks import check_choice, check_distinct, check_positive
 
         if self.samples is None or self.samples < MIN_SAMPLES:
             raise ValueError(f"samples is {self.samples}, expected at least {MIN_SAMPLES}")
@@ -121,8 +120,8 @@ class SamplesConfig:
                 f"samples is {self.samples} without features, expected features to be a run of a "
                 "classifier or a TorchScript file"
             )
-        if len(set(self.guidance_scale)) < len(self.guidance_scale):
-            raise ValueError(f"guidance_scale is {self.guidance_scale}, expected each scale once")
+        if self.guidance_scale:
+            check_distinct(guidance_scale=self.guidance_scale)
         for scale in self.guidance_scale:
             if not 0 <= scale < float("inf"):
                 raise ValueError(f"guidance_scale has {scale}, expected 0 or more")

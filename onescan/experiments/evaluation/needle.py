@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from onescan import __version__, configs
 from onescan.checkpoint.files import damaged, parse_json
-from onescan.checks import check_positive
+from onescan.checks import check_distinct, check_positive
 from onescan.experiments.data import derive_seed
 from onescan.experiments.data.text.lines import read_text_file
 from onescan.experiments.evaluation.config import NeedleConfig, short_name
@@ -346,10 +346,7 @@ def _check(
     check_positive(
         trials=config.trials, digits=config.digits, prefill_chunk_size=config.prefill_chunk_size
     )
-    for field in ("lengths", "depths"):
-        values = getattr(config, field)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{field} is {values}, expected at least one, each once")
+    check_distinct(lengths=config.lengths, depths=config.depths)
     for depth in config.depths:
         if not 0 <= depth <= 1:
             raise ValueError(f"depths has {depth}, expected 0 (start) to 1 (end)")

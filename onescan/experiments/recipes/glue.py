@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_distinct
 from onescan.experiments.data.base import OnError
 from onescan.experiments.data.glue import HUB, PROBLEMS, GlueDatasetConfig, GlueTask, find_folder
 from onescan.experiments.tasks import GlueConfig
@@ -193,9 +193,7 @@ class GlueRunsConfig:
         tasks = [task for given in self.tasks for task in given.split(",") if task]
         for task in tasks:
             check_choice("task", task, ORDER)
-        for name, values in (("tasks", tasks), ("seeds", self.seeds)):
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} is {', '.join(map(str, values))!r}, expected each once")
+        check_distinct(tasks=tasks, seeds=self.seeds)
         return tuple(task for task in ORDER if task in tasks)
 
     @property

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from onescan.checks import check_choice, check_whole, is_known
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
@@ -163,6 +162,8 @@ class SoftmaxMixer(Mixer):
             mask: Any = None if needs_no_mask else self._mask(real, q.shape[2])
             is_causal = self.causal and needs_no_mask
             if is_causal and group is not None:  # the last queries and keys are aligned
+                from torch.nn.attention.bias import causal_lower_right  # imports the compiler: slow
+
                 mask, is_causal = causal_lower_right(q.shape[2], k.shape[2]), False
             o = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout

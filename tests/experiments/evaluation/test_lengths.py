@@ -189,7 +189,7 @@ def test_tokens_are_masked_as_in_the_run(tmp_path):
     [
         (["--lengths", "8"], "text is None"),
         (["--lengths", "0", "--text", "TEXT"], "lengths is 0"),
-        (["--lengths", "8", "8", "--text", "TEXT"], "lengths is (8, 8)"),
+        (["--lengths", "8", "8", "--text", "TEXT"], "--lengths contains 8 more than once"),
         (["--lengths", "8", "--text", "TEXT", "--max-tokens", "0"], "--max-tokens is 0"),
         (["--lengths", "8", "--text", "no/such/text"], "text is 'no/such/text'"),
         (["--lengths", "8", "--tasks", "piqa"], "--lengths and --tasks"),

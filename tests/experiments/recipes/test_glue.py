@@ -345,9 +345,9 @@ def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, caps
     [
         (["--tasks", "colla"], "task 'colla' is unknown (perhaps you meant 'cola')"),
         (["--recipe", "modifed"], "recipe 'modifed' is unknown (perhaps you meant 'modified')"),
-        (["--tasks", "cola,cola"], "tasks is 'cola, cola'"),
-        (["--tasks", ","], "tasks is '', expected each once"),
-        (["--tasks", "cola", "--seeds", "1", "1"], "seeds is '1, 1', expected each once"),
+        (["--tasks", "cola,cola"], "tasks contains 'cola' more than once"),
+        (["--tasks", ","], "tasks is empty"),
+        (["--tasks", "cola", "--seeds", "1", "1"], "seeds contains 1 more than once"),
         (["--tasks", "cola", "--length", "2"], "data.length is 2, expected 3 or more"),
         (["--tasks", "cola", "--epochs", "0"], "training.epochs is 0"),
         (["--tasks", "qqp"], "has no tables of QQP"),
