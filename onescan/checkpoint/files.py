@@ -38,6 +38,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             raise
 
 
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file like `write_atomically`, with the same bytes on every system."""
+    write_atomically(path, lambda partial: partial.write_bytes(text.encode()))
+
+
 def begin(path: Path) -> Path:
     """Create the parent folder of `path`, and return the temporary path to write to."""
     partial = partial_of(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onescan import __version__
-from onescan.checkpoint.files import matches, parse_json, to_json, write_atomically
+from onescan.checkpoint.files import matches, parse_json, to_json, write_text_atomically
 from onescan.checkpoint.weights import BEST, WEIGHTS
 
 CONFIG = "config.json"
@@ -51,7 +51,7 @@ def has_run_config(folder: Path) -> bool:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json atomically, replacing an older one."""
     text = to_json(config, indent=INDENT)
-    write_atomically(folder / CONFIG, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_text_atomically(folder / CONFIG, text)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from onescan.checkpoint.files import (
     from_json,
     is_own_file,
     to_json,
-    write_atomically,
+    write_text_atomically,
 )
 from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
@@ -444,7 +444,7 @@ class TextFormat(Format):
         load_tokenizer(self.tokenizer).save(place)
         (place / CHECKSUMS).unlink(missing_ok=True)
         text = to_json(digests(place))
-        write_atomically(place / CHECKSUMS, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text_atomically(place / CHECKSUMS, text)
 
     def open(self, folder: Path) -> Tokenizer:
         """Load the tokenizer saved in a run's folder.

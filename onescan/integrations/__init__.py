@@ -30,4 +30,5 @@ def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> No
         '"""Import the classes of this folder from onescan: pip install onescan."""\n\n'
         f"from {package} import (\n{imported})\n\n__all__ = [\n{exported}]\n",
         encoding="utf-8",
+        newline="\n",
     )

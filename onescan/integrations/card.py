@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.files import write_text_atomically
 from onescan.configs import ModelConfig
 
 README = "README.md"
@@ -67,7 +67,7 @@ def write_model_card(
         usage=usage,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
     )
-    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+    write_text_atomically(path, text)
 
 
 def _summary(value: Any) -> str:

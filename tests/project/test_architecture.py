@@ -223,6 +223,24 @@ def test_text_files_have_a_declared_encoding():
     assert_rule('text files are opened with encoding="utf-8", or another one', broken)
 
 
+def is_text_with_lines_of_the_system(call: ast.Call, name: str) -> bool:
+    """Return whether a call writes a text file whose line ends depend on the system."""
+    method, keywords = name.rpartition(".")[2], {keyword.arg for keyword in call.keywords}
+    modes = {value for arg in call.args if isinstance(value := getattr(arg, "value", None), str)}
+    writes = method == "write_text" or (method == "open" and modes & {"a", "w", "x"})
+    return bool(writes) and "newline" not in keywords
+
+
+def test_text_files_have_declared_line_ends():
+    broken = [
+        at(path, call.lineno)
+        for path, tree in SOURCES.items()
+        for call, name in calls(tree)
+        if is_text_with_lines_of_the_system(call, name)
+    ]
+    assert_rule('text is written with newline="\\n", so that checksums match everywhere', broken)
+
+
 def test_ops_exports_documented_functions_and_classes():
     broken = [
         name

@@ -35,7 +35,7 @@ from onescan.checkpoint.files import (
     remove,
     remove_from,
     to_json,
-    write_atomically,
+    write_text_atomically,
     writing,
 )
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
@@ -258,7 +258,7 @@ def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Mark the run as finished."""
     save_weights(folder / EVALUATION, evaluation.arrays, {})
     text = to_json({"steps": step, "metrics": evaluation.metrics})
-    write_atomically(folder / RESULT, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text_atomically(folder / RESULT, text)
 
 
 def read_result(folder: Path) -> RunResult | None:
@@ -369,7 +369,7 @@ def _check_same_run(folder: Path, there: Manifest, run: RunConfig) -> None:
 def write_json(path: Path, data: object) -> None:
     """Write JSON types to a file atomically, replacing an older file."""
     text = json.dumps(data, indent=2) + "\n"
-    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_text_atomically(path, text)
 
 
 def _commit() -> str | None:

@@ -32,6 +32,7 @@ from onescan.checkpoint.files import (
     remove_from,
     to_json,
     write_atomically,
+    write_text_atomically,
     writing,
 )
 from onescan.experiments.training.config import RunConfig, TrackerName
@@ -113,8 +114,8 @@ class Records:
         last = evaluations[-1] if evaluations else {}
         self.metrics = {name: x for name, x in last.items() if name not in NO_METRICS}
         text = "".join(map(_format, kept))
-        write_atomically(folder / METRICS, lambda path: path.write_text(text, encoding="utf-8"))
-        self.file = (folder / METRICS).open("a", encoding="utf-8")
+        write_text_atomically(folder / METRICS, text)
+        self.file = (folder / METRICS).open("a", encoding="utf-8", newline="\n")
         self.trackers = open_trackers(run.machine.trackers, folder=folder, run=run, step=upto)
 
     def add(self, split: Split, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
@@ -282,7 +283,7 @@ def _tracker_id(folder: Path, step: int) -> str:
     """Return the identifier of the run, which moves with its folder; at step 0 a new one."""
     path = folder / TRACKER_ID
     if step == 0 or not path.exists():
-        write_atomically(path, lambda partial: partial.write_text(uuid4().hex[:12], "ascii"))
+        write_text_atomically(path, uuid4().hex[:12])
     found = path.read_bytes()
     if not re.fullmatch(rb"[0-9a-f]{12}", found):
         raise damaged(path, found, "remove it to start a new run in the trackers")

@@ -640,7 +640,7 @@ def _write_token(folder: Path) -> str:
     """Write a unique token to the temporary path of the lock file, and return it."""
     token = uuid4().hex
     with writing(folder):
-        begin(folder / LOCK).write_text(token, encoding="utf-8")
+        begin(folder / LOCK).write_bytes(token.encode())
     return token
 
 

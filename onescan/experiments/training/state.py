@@ -196,7 +196,7 @@ def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
 
 def _write_manifest(place: Path, state: TrainingState) -> None:
     text = to_json({**state.numbers(), "files": digests(place)}, indent=INDENT)
-    (place / MANIFEST).write_text(text, encoding="utf-8")
+    (place / MANIFEST).write_bytes(text.encode())
 
 
 def _read_manifest(place: Path) -> dict[str, Any]:

@@ -309,7 +309,7 @@ def _save(folder: Path, key: str, corpus: Corpus) -> Corpus:
         partial.mkdir()
         np.save(partial / TOKENS, corpus.tokens, allow_pickle=False)
         np.save(partial / ENDS, corpus.ends, allow_pickle=False)
-        (partial / NOTES).write_text(json.dumps(notes), encoding="utf-8")
+        (partial / NOTES).write_bytes(json.dumps(notes).encode())
 
     with _writing(folder.parent):
         remove(folder)
