@@ -40,7 +40,7 @@ def saved_run(folder, run, seed=0):
         for weight in model.parameters():  # the last layer of a denoiser is initialized with zeros
             weight += 0.1 * torch.randn_like(weight)
     task = run.task.build(run.data.build())
-    write_manifest(folder, run, task, CPU, step=0, processes=1)
+    write_manifest(folder, run, task, CPU, step=0, processes=1, precision="float32")
     save_weights(folder / "model.safetensors", whole_weights(model), {"metrics": {}})
     return folder
 

@@ -351,7 +351,7 @@ def test_training_accuracy_is_that_of_the_batches_unless_labels_are_mixed(folder
     task = group.config.task
     augmented = dataclasses.replace(task, augment=AffineConfig())
     figures = training(with_config(group, dataclasses.replace(group.config, task=augmented)))
-    assert "augmented in training only" in figures.figures[2].caption
+    assert "used in training only" in figures.figures[2].caption
     mixed = dataclasses.replace(task, mix=MixConfig())
     mixed = with_config(group, dataclasses.replace(group.config, task=mixed))
     assert "Training accuracy" not in {figure.title for figure in training(mixed).figures}
