@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from results import Benchmark, Row, environment, format_rows, plot_rows, quartiles, write
 from torch.utils.benchmark import Timer
-from tqdm import tqdm
 
 from onescan.checks import check_choice, check_positive, in_a_line
 from onescan.ops.backend import use_backend
+from onescan.progress import progress_bar
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 FORWARD, BACKWARD = "forward", "forward + backward"  # modes of an op
@@ -139,9 +139,11 @@ def run_benchmark(benchmark: Benchmark, prepare: Prepare, options: Options) -> B
     interrupted = False
     groups = [(size, mode) for size in benchmark.sizes for mode in benchmark.modes]
     try:
-        for size, mode in tqdm(groups, desc=name, unit=" groups", disable=None):
-            measure_group(benchmark, prepare, mode, size, options, skipped)
-            save()
+        with progress_bar(len(groups), desc=name, unit=" groups") as bar:
+            for size, mode in groups:
+                measure_group(benchmark, prepare, mode, size, options, skipped)
+                save()
+                bar.update()
     except KeyboardInterrupt:
         interrupted = True
     save(plot_rows(benchmark))

@@ -10,13 +10,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from onescan.checks import check_positive
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling, score_logits, token_losses
 from onescan.models.token_network import select_rows
+from onescan.progress import progress_bar
 
 NAME = "onescan"  # in lm-eval's registry
 DEFAULT_NEW_TOKENS = 256  # if a task sets no limit
@@ -137,7 +137,7 @@ class OnescanLM(TemplateLM):
 
         written: dict[int, str] = {}
         order = sorted(range(len(requests)), key=kind)
-        with tqdm(total=len(order), desc="generating", disable=disable_tqdm) as bar:
+        with progress_bar(len(order), desc="generating", disable=disable_tqdm) as bar:
             for _, alike in groupby(order, key=lambda place: kind(place)[0]):
                 for places in _batches(list(alike), self.batch_size):
                     contexts = [requests[place].args[0] for place in places]
@@ -153,7 +153,7 @@ class OnescanLM(TemplateLM):
         pairs = [self._fitted(*request) for request in requests]
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
         scores: dict[int, Score] = {}
-        with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
+        with progress_bar(len(order), desc="scoring", disable=disable_tqdm) as bar:
             for places in _batches(order, self.batch_size):
                 batch = self._score([pairs[place] for place in places])
                 scores |= dict(zip(places, batch, strict=True))

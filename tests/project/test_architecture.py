@@ -22,7 +22,7 @@ EVERYWHERE = SOURCES | {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
-FILES = {"lazy", "messages", "cache", "shapes", "checks", "configs", "allocation"}
+FILES = {"lazy", "messages", "cache", "shapes", "checks", "configs", "allocation", "progress"}
 
 
 def layers() -> list[set[str]]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64, UInt8
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from onescan.checkpoint.files import damaged
 from onescan.checkpoint.weights import read_weights, save_weights
@@ -24,6 +23,7 @@ from onescan.experiments.evaluation.images import Source, round_to_bytes
 from onescan.experiments.tasks.feature_distance import FeatureStatistics
 from onescan.experiments.training.distributed import Interrupts
 from onescan.inputs.images import to_bytes
+from onescan.progress import progress_bar
 from onescan.shapes import Images, Labels
 
 SPLITS = 10  # of the images, for the Inception Score
@@ -261,7 +261,7 @@ class Accumulator(nn.Module):
             OSError: If the state cannot be saved.
         """
         saved, is_hidden = monotonic(), not progress or self.is_done
-        bar = tqdm(total=self.total, unit=" images", desc=name, disable=is_hidden)
+        bar = progress_bar(self.total, unit=" images", desc=name, disable=is_hidden)
         bar.update(int(self.position))
         with bar, Interrupts("stopping after this batch; results are saved") as interrupts:
             while not self.is_done:

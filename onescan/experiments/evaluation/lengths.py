@@ -42,6 +42,7 @@ from onescan.models.causal_lm import (
     token_losses,
 )
 from onescan.models.masked_lm import MaskedLM
+from onescan.progress import progress_bar
 from onescan.shapes import Tokens
 
 Stream = Int[Tensor, " tokens"]
@@ -141,7 +142,7 @@ def measure_lengths(
         reasons = "; ".join(f"{each.length}: {each.why}" for each in left_out)
         raise ValueError(f"lengths is {config.lengths}, but {reasons or 'no token is predicted'}")
     total = len(lengths) * len(inputs)
-    with tqdm(total=total, unit=" tokens", unit_scale=True, disable=not progress) as bar:
+    with progress_bar(total, unit=" tokens", unit_scale=True, disable=not progress) as bar:
         scores = [_score(model, precision, inputs, labels, length, bar) for length in lengths]
     return LengthScores(
         name=short_name(checkpoint),

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from onescan import __version__, configs
 from onescan.checkpoint.files import damaged, parse_json
@@ -31,6 +30,7 @@ from onescan.inputs.tokenizer import Ids, Tokenizer
 from onescan.layers.position import TokenPositionConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.token_network import NetworkState
+from onescan.progress import progress_bar
 
 RESULTS = "needle.json"
 REMEDY = "remove it to start again, or choose another folder"
@@ -207,7 +207,7 @@ def measure_needles(
     scorer = Scorer(model, tokenizer.size, config.prefill_chunk_size)
     done = {(outcome.length, outcome.trial) for outcome in grid.outcomes}
     cases = [(length, trial) for length in sorted(config.lengths) for trial in range(config.trials)]
-    with tqdm(total=len(cases), unit=" needles", disable=not progress) as bar:
+    with progress_bar(len(cases), unit=" needles", disable=not progress) as bar:
         for length, trial in cases:
             bar.set_description(f"{length} tokens")
             if (length, trial) not in done:

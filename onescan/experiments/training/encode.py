@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from onescan import __version__, configs
 from onescan.checkpoint.files import PARTIAL
@@ -51,6 +50,7 @@ from onescan.inputs import ImageFormat
 from onescan.inputs.image_files import AnyPixels
 from onescan.inputs.images import unit_pixels
 from onescan.inputs.latents import LatentFormat, load_vae
+from onescan.progress import progress_bar
 
 # Fields of the images' config that do not affect latents, or that latents.json records elsewhere.
 IRRELEVANT = (
@@ -204,12 +204,12 @@ class _SplitEncoder:
         missing = [shard for shard in range(self.shards) if not exists[shard]]
         plan = (BatchPlan(batch, None) for shard in missing for batch in self._batches(shard))
         loader = Loader(self.images, plan, workers=workers, pin=encoder.device.type == "cuda")
-        bar = tqdm(
-            total=len(self.images),
+        bar = progress_bar(
+            len(self.images),
             initial=min(sum(exists) * self.config.shard_size, len(self.images)),
             unit=" images",
             desc=f"encoding {self.split}",
-            disable=None if progress else True,  # None draws on a terminal only
+            disable=not progress,
         )
         with closing(loader), bar:
             for shard in missing:

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 import torch
 from PIL.Image import Image
 from torch import nn
-from tqdm import tqdm
 
 from onescan.experiments.data import batched
 from onescan.experiments.tasks import Batch, BatchPlan, Evaluation, Rows, Task
@@ -15,6 +14,7 @@ from onescan.experiments.training.config import Precision
 from onescan.experiments.training.data import Loader
 from onescan.experiments.training.distributed import Ranks
 from onescan.experiments.training.optim import autocast
+from onescan.progress import progress_bar
 
 
 @torch.no_grad()
@@ -95,10 +95,7 @@ def _predict(
 
 def _with_progress(batches: Iterable[Batch], task: Task, ranks: Ranks) -> Iterator[Batch]:
     size, total = task.test_batch_size * ranks.data_size, len(task.test)
-    # disabled where stderr is not a terminal, because a log would keep every line
-    with tqdm(
-        total=total, unit=f" {task.unit}", desc="evaluating", leave=False, disable=None
-    ) as bar:
+    with progress_bar(total, unit=f" {task.unit}", desc="evaluating", leave=False) as bar:
         for batch in batches:
             yield batch
             bar.update(min(size, total - bar.n))

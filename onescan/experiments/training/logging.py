@@ -36,6 +36,7 @@ from onescan.checkpoint.files import (
     writing,
 )
 from onescan.experiments.training.config import RunConfig, TrackerName
+from onescan.progress import progress_bar
 
 METRICS, PICTURES = "metrics.jsonl", "pictures"
 TENSORBOARD, WANDB, TRACKER_ID = "tensorboard", "wandb", "tracker_id"  # in a run's folder
@@ -338,14 +339,8 @@ def display(progress: bool | Show, start: Progress) -> Iterator[Display]:
     if progress is not True:
         yield Display(show=progress) if progress else Display()
         return
-    interval_s = 0.5 if sys.stderr.isatty() else 30  # a log keeps every line, a screen the last
-    with tqdm(
-        total=start.total_examples,
-        initial=start.examples,
-        unit=f" {start.unit}",
-        mininterval=interval_s,
-        maxinterval=interval_s,
-    ) as bar:
+    total, unit = start.total_examples, f" {start.unit}"
+    with progress_bar(total, initial=start.examples, unit=unit) as bar:
 
         def show(now: Progress) -> None:
             bar.set_postfix(now.metrics | {"waiting": f"{now.waiting:.1%}"}, refresh=False)

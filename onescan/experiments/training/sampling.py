@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 from PIL.Image import Image
-from tqdm import tqdm
 
 from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_choice, check_positive
@@ -31,6 +29,7 @@ from onescan.inference.loading import load
 from onescan.inputs import ImageFormat
 from onescan.inputs.latents import LatentFormat, load_vae
 from onescan.models.denoiser import STEPS, Denoiser, SamplerConfig, SamplerName
+from onescan.progress import progress_bar
 
 if TYPE_CHECKING:
     from onescan.integrations.diffusers import DenoiserPipeline
@@ -236,14 +235,8 @@ def _generate(
 ) -> Iterator[tuple[int, ImageBytes]]:
     """Yield each batch with the number of its first image."""
     height, width = config.size or (None, None)
-    interval_s = 0.5 if sys.stderr.isatty() else 30  # a log file keeps every line
-    with tqdm(
-        total=-(-count // config.batch_size) * config.steps,
-        unit=" steps",
-        mininterval=interval_s,
-        maxinterval=interval_s,
-        disable=not progress,
-    ) as bar:
+    total = -(-count // config.batch_size) * config.steps
+    with progress_bar(total, unit=" steps", disable=not progress) as bar:
         for numbers in batched(range(count), config.batch_size):
             seeds = [sample_seed(config.seed, i) for i in numbers]
             pixels = pipeline(

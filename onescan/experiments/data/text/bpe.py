@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onescan.experiments.data.text.corpus import encode_documents, progress_bar, split_text
+from onescan.experiments.data.text.corpus import character_bar, encode_documents, split_text
 from onescan.inputs.tokenizer import PretrainedTokenizer
 
 END, MASK = "<end>", "[MASK]"
@@ -53,7 +53,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TrainedTokenizer:
 
     def training_pieces() -> Iterator[str]:
         pieces = (piece for text in texts for piece in split_text(text, PIECE))
-        with progress_bar("reading") as bar:
+        with character_bar("reading") as bar:
             for number, piece in enumerate(pieces, start=1):
                 bar.update(len(piece))
                 if number % HELD_OUT_EVERY == 0:

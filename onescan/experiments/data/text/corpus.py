@@ -21,6 +21,7 @@ from onescan.experiments.data.order import batched
 from onescan.experiments.data.text.lines import Document
 from onescan.experiments.data.text.source import Shard, read_documents
 from onescan.inputs.tokenizer import Frame, Ids, Tokenizer
+from onescan.progress import progress_bar
 
 LongDocuments = Literal["continue", "raise"]
 
@@ -141,9 +142,10 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
         yield batch
 
 
-def progress_bar(description: str) -> "tqdm[Any]":
+def character_bar(description: str) -> "tqdm[Any]":
     """Return a progress bar over characters that appears only for slow work."""
-    return tqdm(
+    return progress_bar(
+        None,
         desc=description,
         unit=" characters",
         unit_scale=True,
@@ -206,7 +208,7 @@ class CorpusReader:
         blank: list[str] = []
         tokens, lengths = [np.empty(0, self.tokenizer.dtype)], [np.empty(0, np.int64)]
         texts = (document.text for document in self._readable(shards, faults, blank))
-        with progress_bar("tokenizing") as bar:
+        with character_bar("tokenizing") as bar:
             encoded = encode_documents(texts, self.tokenizer, frame=self.frame, show=bar.update)
             for group in batched(_take(encoded, max_tokens), DOCUMENTS_PER_ARRAY):
                 tokens.append(np.concatenate(group))
