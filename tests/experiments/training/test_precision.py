@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from tiny_run import assert_same, crash, tiny_run, untimed
 
 from onescan import configs
 from onescan.experiments.training import train
 from onescan.experiments.training.folder import read_manifest
 from onescan.experiments.training.precision import choose_precision, has_instructions
-from tests.helpers.tiny_run import assert_same, crash, tiny_run, untimed
 
 CPU = torch.device("cpu")
 EMULATES = "bfloat16 is slow on this CPU, which has no instructions for it"
