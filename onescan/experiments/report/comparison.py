@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from string import ascii_uppercase
@@ -39,7 +40,8 @@ from onescan.experiments.report.plots import (
     SMALLEST,
     Line,
     css_color,
-    line_chart,
+    line_figure,
+    seed_line,
     series,
     smoothed,
     thinned,
@@ -535,42 +537,29 @@ def _devices(rows: Sequence[Row]) -> str:
 
 
 def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
-    figures = []
+    figure, figures = partial(line_figure, x=axis.label), []
     for name in rows[0].runs[0].result.metrics:
+        lines = [metric_curve(row, axis, name) for row in rows]
         is_share = name.endswith(ACCURACY)
-        title = f"test {metric_name(name)}"
-        chart = line_chart(
-            [metric_curve(row, axis, name) for row in rows],
-            x=axis.label,
-            y=title,
-            scale="share" if is_share else "log",
-        )
-        caption = (
-            "At each evaluation on the test set; higher is better."
-            if is_share
-            else "At each evaluation on the test set."
-        )
-        figures.append(Figure(title.capitalize(), chart, caption))
+        caption = "At each evaluation on the test set" + "; higher is better" * is_share + "."
+        scale = "share" if is_share else "log"
+        figures.append(figure(lines, caption, y=f"test {metric_name(name)}", scale=scale))
     if all(has_training_accuracy(row.config) for row in rows):
-        title = "training accuracy"
         lines = [training_curve(row, axis, "accuracy") for row in rows]
-        chart = line_chart(lines, x=axis.label, y=title, scale="share")
         caption = "Running mean over batches, of augmented images if the recipe augments them."
-        figures.append(Figure(title.capitalize(), chart, caption))
-    chart = line_chart(
-        [training_curve(row, axis) for row in rows], x=axis.label, y="training loss", scale="log"
-    )
+        figures.append(figure(lines, caption, y="training accuracy", scale="share"))
+    lines = [training_curve(row, axis) for row in rows]
     caption = (
         "Running mean over batches. It is comparable only between recipes with equal labels and "
         "augmentation."
     )
-    return [*figures, Figure("Training loss", chart, caption)]
+    return [*figures, figure(lines, caption, y="training loss", scale="log")]
 
 
 def metric_curve(row: Row, axis: Axis, name: str) -> Line:
     """Return a metric at each evaluation."""
     curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in row.runs]
-    return _over_seeds(row, curves, lambda value: metric_value(name, value))
+    return _line(row, curves, lambda value: metric_value(name, value))
 
 
 def training_curve(row: Row, axis: Axis, name: str = "loss") -> Line:
@@ -580,25 +569,14 @@ def training_curve(row: Row, axis: Axis, name: str = "loss") -> Line:
         values = np.maximum(run.column("train", name), SMALLEST)
         indices = thinned(len(values))
         curves.append((_positions(axis, run, "train")[indices], smoothed(values, indices)))
-    return _over_seeds(row, curves, percent if name == ACCURACY else "{:.3f}".format)
+    return _line(row, curves, percent if name == ACCURACY else "{:.3f}".format)
 
 
-def _over_seeds(
-    row: Row, curves: Sequence[tuple[Values, Values]], text: Callable[[float], str]
+def _line(
+    row: Row, curves: Sequence[tuple[Values, Values]], format: Callable[[float], str]
 ) -> Line:
-    """Average curves over seeds, which have their records at the same steps."""
-    shared = min(len(x) for x, _ in curves)  # a seed may have stopped early
-    x = np.mean([x[:shared] for x, _ in curves], axis=0)
-    values = np.stack([y[:shared] for _, y in curves])
-    mean = values.mean(axis=0)
-    return Line(
-        f"{row.letter} {text(mean[-1])}",
-        series(row.index),
-        x,
-        mean,
-        band=(values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None,
-        style=STYLES[row.index // len(SERIES) % len(STYLES)],
-    )
+    style = STYLES[row.index // len(SERIES) % len(STYLES)]
+    return seed_line(row.letter, series(row.index), curves, format, style)
 
 
 def _positions(axis: Axis, run: FinishedRun, split: Split) -> Values:

@@ -10,20 +10,23 @@ import torch
 from jaxtyping import Float
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from onescan.experiments.report.images import examples_at
-from onescan.experiments.report.mixers import evenly_spaced, find, other_mixers, run_hooked
+from onescan.experiments.report.mixers import (
+    directions,
+    evenly_spaced,
+    find,
+    other_mixers,
+    run_hooked,
+)
 from onescan.experiments.report.page import Figure, Section, fragment
-from onescan.experiments.report.plots import BLUE, MUTED, log_scale, to_svg
+from onescan.experiments.report.plots import BLUE, MUTED, log_scale, places_in_blocks, to_svg
 from onescan.experiments.report.runs import RunGroup
 from onescan.layers.mixers.lion import LionMixer, MeanDecays
 
 DECAYS = "Learned decays"
 DECAY_EXAMPLES = 32
-SCANS = ("Along rows", "Along columns")  # the last axis is scanned first
 LEAST_DECAY, MOST_DECAY = 0.001, 0.99999  # values outside are drawn at the edge
 LAMBDAS = (0.001, 0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)
 DECAY_MARGIN = 1.4  # factor by which the axis extends beyond the values
@@ -90,12 +93,6 @@ def half_lives(decays: tuple[Tensor, ...]) -> HalfLives:
     return lives if lives.ndim > 2 else lives[..., None]  # noqa: PLR2004
 
 
-def _scan_names(scans: int) -> tuple[str, ...]:
-    if scans <= len(SCANS):
-        return SCANS[:scans]
-    return tuple(f"Along axis {axis}" for axis in reversed(range(scans)))
-
-
 def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
     shown = [np.quantile(scan, (0.05, 0.5, 0.95), axis=-1) for scan in scans]
     limits = (
@@ -103,9 +100,10 @@ def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
         max(each.max() for each in shown) * DECAY_MARGIN,
     )
     single = len(scans) == 1
-    panels = [
-        ("" if single else name, decay_dots(each, limits, TWO_THIRDS if single else HALF_WIDTH))
-        for name, each in zip(_scan_names(len(shown)), shown, strict=True)
+    names = [""] if single else [name for name, _ in directions(len(scans))[::-1]]
+    panels = [  # the last axis is scanned first
+        (name, decay_dots(each, limits, TWO_THIRDS if single else HALF_WIDTH))
+        for name, each in zip(names, shown, strict=True)
     ]
     channels = " A line spans the middle 90% of a head's channels, the dot is their median."
     edge = f" Values below {LEAST_DECAY} or above {MOST_DECAY} are drawn at the edge."
@@ -134,16 +132,13 @@ def decay_dots(
     """
     low, median, high = quantiles
     blocks, heads = median.shape
-    x = np.arange(1, blocks + 1)[:, None] + 0.7 * ((np.arange(heads) + 0.5) / heads - 0.5)
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="block", ylim=limits)
-        axes.set_xlim(0.5, blocks + 0.5)
+    def draw(axes: Axes) -> None:
+        x = places_in_blocks(axes, median, spread=0.7)
+        axes.set_ylim(limits)
         axes.vlines(x, low, high, color=BLUE, alpha=0.35, linewidth=1.2)
         axes.plot(x, median, ".", color=BLUE, markersize=6)
-        axes.xaxis.set_major_locator(MaxNLocator(24, integer=True))
         axes.set_ylabel("half-life, tokens" + log_scale(axes))
-        axes.grid(visible=False, axis="x")
         for between in range(1, blocks):
             axes.axvline(between + 0.5, color=MUTED, alpha=0.15, linewidth=0.8)
         _lambda_axis(axes)

@@ -9,9 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure as Drawing
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
 from onescan.experiments.report.format import TIMES, percent, plural
 from onescan.experiments.report.images import patch_grid
@@ -27,9 +25,12 @@ from onescan.experiments.report.plots import (
     WARM,
     WIDE,
     WIDTH,
-    label_ends,
+    Line,
+    line_chart,
     log_scale,
+    matrix,
     percent_tick,
+    places_in_blocks,
     series,
     to_svg,
 )
@@ -285,17 +286,21 @@ def _panels(lines: Sequence[DiffusionLine], charts: Sequence[Markup], panel: flo
     return fragment("panels", named, panel)
 
 
-def _curves(axes: Axes, x: Lags, learned: Curves, initial: Curves) -> None:
-    """Draw the curve of each kernel, or of many the median and range, and those before training."""
+def _curves(x: Lags, learned: Curves, initial: Curves, names: Sequence[str]) -> list[Line]:
+    """The curve of each kernel, or of many the median and range, and those before training."""
+    band = None
     if len(learned) > len(SERIES):
-        low, high = learned.min(axis=0), learned.max(axis=0)
-        axes.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
+        names, band = [""], (learned.min(axis=0), learned.max(axis=0))
         learned, initial = (np.median(each, axis=0, keepdims=True) for each in (learned, initial))
-    marker = "o" if len(x) <= FEW_POINTS else ""
-    for i, y in enumerate(initial):
-        axes.plot(x, y, color=series(i), linestyle=DASHED, linewidth=1, alpha=0.6)
-    for i, y in enumerate(learned):
-        axes.plot(x, y, color=series(i), linewidth=1.4, marker=marker, markersize=2.5)
+    dots = len(x) <= FEW_POINTS
+    before = [
+        Line("", series(i), x, y, style=DASHED, width=1, alpha=0.6) for i, y in enumerate(initial)
+    ]
+    after = [
+        Line(name, series(i), x, y, band=band, width=1.4, dots=dots)
+        for i, (name, y) in enumerate(zip(names, learned, strict=True))
+    ]
+    return before + after
 
 
 def _colors(kernels: int) -> str:
@@ -305,10 +310,6 @@ def _colors(kernels: int) -> str:
     if kernels <= len(SERIES):
         return " Each color is a kernel, which acts on its share of the channels."
     return f" Line: median of {kernels} kernels; band: their range."
-
-
-def _count_blocks(axis: Axis) -> None:
-    axis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
 
 
 def _kernel_figure(lines: Sequence[DiffusionLine]) -> Figure:
@@ -355,16 +356,17 @@ def _visible_lags(line: DiffusionLine, least: float, learned: Weights, initial: 
 def _kernel_chart(
     line: DiffusionLine, lags: Lags, learned: Curves, initial: Curves, top: float
 ) -> Markup:
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel=line.back, ylim=(0, top))
-        _curves(axes, lags, learned, initial)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: percent_tick(share)))
-
     most = percent(float(np.nanmax(learned)))
-    description = f"Line chart of the share taken in by distance, at most {most} of one place"
-    return to_svg(draw, description=description, width=KERNEL_PANEL, height=150)
+    return line_chart(
+        _curves(lags, learned, initial, [""] * len(learned)),
+        x=line.back,
+        y="",
+        format=percent_tick,
+        limits=(0, top),
+        description=f"Line chart of the share taken in by distance, at most {most} of one place",
+        width=KERNEL_PANEL,
+        height=150,
+    )
 
 
 def _width_figure(lines: Sequence[DiffusionLine]) -> Figure:
@@ -423,10 +425,9 @@ def _dots(
 ) -> Markup:
     """A dot for each kernel of each block, on a line from a ring for its value before training."""
     blocks, kernels = learned.shape
-    x = np.arange(1, blocks + 1)[:, None] + 0.5 * ((np.arange(kernels) + 0.5) / kernels - 0.5)
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="block", xlim=(0.5, blocks + 0.5))
+    def draw(axes: Axes) -> None:
+        x = places_in_blocks(axes, learned, spread=0.5)
         if kernels > len(SERIES):
             axes.plot(x, learned, "o", color=BLUE, markersize=2, alpha=0.6)
         else:
@@ -436,8 +437,6 @@ def _dots(
                 (ring,) = axes.plot(x[:, i], initial[:, i], "o", color=color, markersize=3.5)
                 ring.set(markerfacecolor=SURFACE, markeredgewidth=0.8, alpha=0.7)
                 axes.plot(x[:, i], learned[:, i], "o", color=color, markersize=3.5)
-        _count_blocks(axes.xaxis)
-        axes.grid(visible=False, axis="x")
         finish(axes)
 
     description = (
@@ -474,24 +473,19 @@ def _distance_chart(
     learned, initial = (np.vstack([np.zeros(kernels), each]) for each in (learned, initial))
     last = learned[-1]
     names = ["learned"] if kernels == 1 else [f"kernel {i + 1}" for i in range(kernels)]
-    ends = [(float(blocks), uniform, "uniform", MUTED)]
-    if kernels <= len(SERIES):
-        ends += [(float(blocks), float(last[i]), name, series(i)) for i, name in enumerate(names)]
-
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="after block", ylabel=f"distance, {line.nouns}")
-        axes.set(xlim=(0, blocks), ylim=(0, top))
-        axes.axhline(uniform, color=MUTED, linestyle=":", linewidth=1.2)
-        _curves(axes, np.arange(blocks + 1), learned.T, initial.T)
-        _count_blocks(axes.xaxis)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        label_ends(axes, ends)
-
+    x = np.arange(blocks + 1)
+    limit = Line("uniform", MUTED, x, np.full(len(x), uniform), style=":", width=1.2)
     description = (
         f"Line chart of the distance of influence: after block {blocks} from {last.min():.3g} to "
         f"{last.max():.3g} {line.nouns}; {uniform:.3g} for equal shares"
     )
-    return to_svg(draw, description=description)
+    return line_chart(
+        [limit, *_curves(x, learned.T, initial.T, names)],
+        x="after block",
+        y=f"distance, {line.nouns}",
+        limits=(0, top),
+        description=description,
+    )
 
 
 def _influence_figure(lines: Sequence[DiffusionLine], shares: Sequence[Influence]) -> Figure:
@@ -537,21 +531,20 @@ def _influence_map(line: DiffusionLine, shares: Influence, kernel: int, width: i
     relative = np.abs(shares[:, kernel]) * len(line.reachable_lags)
     colors = _influence_colors(relative)
     colors[~_reached(line)[:, kernel]] = UNREACHED
-    edges = line.lags[-1] - 0.5, line.lags[0] + 0.5, blocks + 0.5, 0.5
-
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel=line.back, ylabel="after block")
-        axes.imshow(colors[:, ::-1], extent=edges, aspect="auto")  # by increasing lags
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _count_blocks(axes.yaxis)
-        axes.grid(visible=False)
-
     description = (
         f"Heat map of the influence of {line.tokens} {line.nouns} on the one in the middle after "
         f"each of {plural(blocks, 'block')}"
     )
     height = min(max(150, 22 * blocks + 62), 400)
-    return to_svg(draw, description=description, width=width, height=height)
+    return matrix(
+        colors[:, ::-1],  # by increasing lags
+        (float(line.lags[-1]), float(line.lags[0])),
+        x=line.back,
+        y="after block",
+        description=description,
+        width=width,
+        height=height,
+    )
 
 
 def _influence_colors(

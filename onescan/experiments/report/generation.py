@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from onescan.experiments.data.image_grid import image_grid
 from onescan.experiments.report.format import percent, plain_table, plural, significant
-from onescan.experiments.report.images import class_accuracy, confusion_figure
+from onescan.experiments.report.images import Answer, class_accuracy, confusion_figure
 from onescan.experiments.report.page import (
     Card,
     Figure,
@@ -24,7 +24,7 @@ from onescan.experiments.report.page import (
 from onescan.experiments.report.plots import (
     Line,
     Picture,
-    line_chart,
+    line_figure,
     percent_tick,
     picture,
     series,
@@ -221,31 +221,25 @@ def _curves(scores: "GenerationScores") -> list[Section]:
     if len(scores.scores) <= 1:
         return []
     names = column_names(scores)
-    figures = [
-        Figure(
-            names["distance"],
-            _curve(scores, ["distance"], names["distance"]),
-            "Lower is better. With more guidance, images become clearer and more alike, so the "
-            "curve has a minimum.",
-        )
-    ]
+    name = names["distance"]
+    caption = (
+        "Lower is better. With more guidance, images become clearer and more alike, so the curve "
+        "has a minimum."
+    )
+    figures = [_curve(scores, ["distance"], caption, y=name, title=name)]
     if _values(scores, "precision") and _values(scores, "recall"):
-        figures.append(
-            Figure(
-                "Precision and recall",
-                _curve(scores, ["precision", "recall"], "share of images"),
-                "Precision: share of images that look real. Recall: share of real images that are "
-                "covered. Guidance usually trades recall for precision.",
-            )
+        caption = (
+            "Precision: share of images that look real. Recall: share of real images that are "
+            "covered. Guidance usually trades recall for precision."
         )
+        title, fields = "Precision and recall", ["precision", "recall"]
+        figures.append(_curve(scores, fields, caption, y="share of images", title=title))
     if _values(scores, "class_accuracy"):
         caption = "Share of images that the classifier assigns to the requested class."
-        chart = _curve(scores, ["class_accuracy"], names["class_accuracy"])
-        figures.append(Figure(names["class_accuracy"].capitalize(), chart, caption))
+        figures.append(_curve(scores, ["class_accuracy"], caption, y=names["class_accuracy"]))
     elif _values(scores, "class_score"):
-        name = names["class_score"]
         caption = "Band: standard deviation over ten parts of the images."
-        figures.append(Figure(name.capitalize(), _curve(scores, ["class_score"], name), caption))
+        figures.append(_curve(scores, ["class_score"], caption, y=names["class_score"]))
     return [Section("Over guidance", figures)]
 
 
@@ -255,7 +249,9 @@ def _values(scores: "GenerationScores", field: str) -> list[float]:
     return [] if None in values else values
 
 
-def _curve(scores: "GenerationScores", fields: Sequence[str], y: str) -> Markup:
+def _curve(
+    scores: "GenerationScores", fields: Sequence[str], caption: str, *, y: str, title: str = ""
+) -> Figure:
     guidance = np.array([score.guidance or 0.0 for score in scores.scores])
     lines = []
     for i, field in enumerate(fields):
@@ -266,17 +262,18 @@ def _curve(scores: "GenerationScores", fields: Sequence[str], y: str) -> Markup:
             band = values - std, values + std
         last = format_score(scores.scores[-1], field)
         name = f"{field} {last}" if len(fields) > 1 else last
-        lines.append(Line(name, series(i), guidance, values, band=band))
+        lines.append(Line(name, series(i), guidance, values, band=band, dots=True))
     are_shares = fields[0] in SHARES
-    return line_chart(
+    return line_figure(
         lines,
+        caption,
         x="guidance",
         format_x=significant,
         y=y,
+        title=title,
         scale="zero" if are_shares else "linear",
         format=percent_tick if are_shares else significant,
         at_least=1.0 if are_shares else 0.0,
-        dots=True,
     )
 
 
@@ -318,13 +315,7 @@ def _image_grid(images: "Images", labels: Sequence[int], class_names: Sequence[s
         alt = "Generated images, one column per class"
         return fragment("image_grid", _picture(torch.stack(cells), len(classes)), headings, alt)
     answers = [
-        {
-            "image": _picture(images[i : i + 1], columns=1),
-            "alt": f"Generated image of {names[k]}",
-            "truth": names[k],
-            "prediction": "",
-            "note": "",
-        }
+        Answer(_picture(images[i : i + 1], 1), f"Generated image of {names[k]}", names[k])
         for k in classes
         for i in rows_of[k]
     ]

@@ -21,7 +21,7 @@ from onescan.experiments.report.page import (
     check_report_path,
     fragment,
 )
-from onescan.experiments.report.plots import Line, dot_chart, line_chart, series
+from onescan.experiments.report.plots import Line, dot_chart, line_chart, seed_line, series
 from onescan.experiments.report.runs import Column, FinishedRun, SeedValues, check_seeds, read_run
 from onescan.experiments.tasks.glue import LOSS, glue_score
 from onescan.experiments.training.config import RunResult
@@ -256,11 +256,8 @@ def _scores(outcome: GlueOutcome) -> Section:
 
 def _line(outcome: GlueOutcome, task: GlueTask, color: str) -> Line:
     epochs = outcome.runs[task][0].column("test", "epoch")
-    scores = 100 * np.stack([scores_over_training(run) for run in outcome.runs[task]])
-    mean = scores.mean(axis=0)
-    band = (scores.min(axis=0), scores.max(axis=0)) if len(scores) > 1 else None
-    name = f"{PROBLEMS[task].title} {mean[-1]:.1f}"
-    return Line(name, color, epochs / epochs[-1], mean, band=band)
+    curves = [(epochs / epochs[-1], 100 * scores_over_training(run)) for run in outcome.runs[task]]
+    return seed_line(PROBLEMS[task].title, color, curves, "{:.1f}".format)
 
 
 def _settings(outcome: GlueOutcome) -> Section:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float, Int, UInt8
 from markupsafe import Markup
-from matplotlib.figure import Figure as Drawing
 from sklearn.metrics import confusion_matrix
 from torch import Tensor
 
@@ -20,8 +19,6 @@ from onescan.experiments.report.format import ARROW, TIMES, percent, plural
 from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import (
     BLUE,
-    DASHED,
-    INK,
     SMALLEST,
     Line,
     Picture,
@@ -31,7 +28,6 @@ from onescan.experiments.report.plots import (
     percent_tick,
     picture,
     series,
-    to_svg,
 )
 from onescan.experiments.report.runs import FinishedRun, RunGroup
 from onescan.experiments.tasks import ImageClassification, ImageGeneration
@@ -210,12 +206,13 @@ def _pairs(counts: Int[np.ndarray, "C C"], names: tuple[str, ...], over: str) ->
     mistakes, shown = counts - np.diag(counts.diagonal()), counts.sum(axis=1)
     order = np.argsort(-mistakes, axis=None, kind="stable")[:PAIRS]
     pairs = [divmod(cell, len(names)) for cell in order.tolist() if mistakes.flat[cell]]
-    rows = [
-        (names[i], names[j], mistakes[i, j], percent(mistakes[i, j] / shown[i])) for i, j in pairs
-    ]
+    rows: list[tuple[object, ...]] = [("true", "predicted", "count", "share of the class")]
+    for i, j in pairs:
+        share = fragment("share", percent(mistakes[i, j] / shown[i]))
+        rows.append((names[i], names[j], mistakes[i, j], share))
     return Figure(
         "Most frequent confusions",
-        fragment("confusions", rows),
+        fragment("table", rows, "wraps"),
         f"True classes and wrong predictions ({over}), each with its share of the true class. "
         f"{plural(int((mistakes > 0).sum()), 'pair')} of classes were confused at least once; "
         f"{len(rows)} are listed.",
@@ -262,24 +259,23 @@ def _class_dots(
 
 
 def _sorted_accuracy(mean: Float[np.ndarray, " n"]) -> Figure:
-    ranks = np.arange(1, len(mean) + 1)
+    ranks = np.arange(1.0, len(mean) + 1)
     low, middle, high = (percent(share, 0) for share in np.quantile(mean, (0.1, 0.5, 0.9)))
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="classes, hardest first", ylabel="accuracy", ylim=(0, 1))
-        axes.fill_between(ranks, mean, color=BLUE, alpha=0.15, linewidth=0)
-        axes.plot(ranks, mean, color=BLUE)
-        axes.axhline(float(np.median(mean)), color=INK, linestyle=DASHED, linewidth=0.8)
-        axes.text(1, float(np.median(mean)) + 0.02, f" median {middle}")
-        axes.set_xlim(1, len(mean))
-        axes.yaxis.set_major_formatter(lambda value, _: percent_tick(value))
-
-    description = f"Line chart of the accuracy of {len(mean)} classes; the median is {middle}"
+    chart = line_chart(
+        [Line("", BLUE, ranks, mean, band=(np.zeros_like(mean), mean))],
+        x="classes, hardest first",
+        y="accuracy",
+        format=percent_tick,
+        limits=(0, 1),
+        threshold=float(np.median(mean)),
+        description=f"Line chart of the accuracy of {len(mean)} classes; the median is {middle}",
+    )
     return Figure(
         "Accuracy of all classes",
-        to_svg(draw, description=description),
-        f"All {len(mean):,} classes, sorted by accuracy (mean over seeds). One class in ten is at "
-        f"{low} or below, one in ten at {high} or above.",
+        chart,
+        f"All {len(mean):,} classes, sorted by accuracy (mean over seeds). The median, dashed, is "
+        f"{middle}. One class in ten is at {low} or below, one in ten at {high} or above.",
     )
 
 
@@ -300,8 +296,8 @@ class Answer(NamedTuple):
     image: Picture
     alt: str
     truth: str
-    prediction: str
-    note: str
+    prediction: str = ""
+    note: str = ""
 
 
 def predictions(group: RunGroup) -> Section:

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from markupsafe import Markup
 
 from onescan.experiments.report.format import metric_value, percent, plain_table, plural
 from onescan.experiments.report.page import Card, Figure, Page, Section, fragment
-from onescan.experiments.report.plots import Line, Scale, line_chart, series
+from onescan.experiments.report.plots import Line, Scale, line_figure, series
 
 if TYPE_CHECKING:
     from onescan.experiments.evaluation.lengths import LengthScores, PlaceScore
@@ -112,24 +111,21 @@ def _curves(scores: "LengthScores") -> Section:
     if scores.is_causal:
         captions = {"perplexity": f"Over all tokens of the rows; lower is better.{trained}"}
     figures = [
-        Figure(
-            name.capitalize(),
-            _curve(scores, lengths, [getattr(score, name) for score in scores.scores], name),
-            caption,
-        )
+        _curve(scores, lengths, [getattr(score, name) for score in scores.scores], caption, y=name)
         for name, caption in captions.items()
         if len(lengths) > 1
     ]
     if scores.is_causal:
         places = loss_by_position(scores)
         ends, losses = [place.end for place in places], [place.loss for place in places]
-        curve = _curve(scores, ends, losses, "loss", x="tokens of context")
+        title, x = "Loss by position in the row", "tokens of context"
         caption = (
             "In nats per token. Each dot covers the positions after the previous dot, taken from "
             "the shortest rows that reach them, because there are more of those. If there are "
             "few rows, the loss also depends on the text at these positions."
         )
-        figures.append(Figure("Loss by position in the row", curve, caption + trained))
+        caption += trained
+        figures.append(_curve(scores, ends, losses, caption, y="loss", x=x, title=title))
     return Section("Over lengths", figures, "Only one length was evaluated." * (len(lengths) == 1))
 
 
@@ -137,16 +133,18 @@ def _curve(
     scores: "LengthScores",
     x_values: list[int],
     values: list[float],
+    caption: str,
+    *,
     y: str,
     x: str = "tokens of a row",
-) -> Markup:
+    title: str = "",
+) -> Figure:
     is_share = y == "accuracy"
     name = percent(values[-1]) if is_share else f"{values[-1]:.3g}"
-    line = Line(name, series(0), np.array(x_values, float), np.array(values))
+    line = Line(name, series(0), np.array(x_values, float), np.array(values), dots=True)
     scale: Scale = "share" if is_share else "linear"
-    return line_chart(
-        [line], x=x, y=y, scale=scale, log_x=True, dots=True, mark_x=scores.trained_length
-    )
+    log = {"log_x": True, "mark_x": scores.trained_length}
+    return line_figure([line], caption, title=title, x=x, y=y, scale=scale, **log)
 
 
 def _numbers(scores: "LengthScores") -> Section:

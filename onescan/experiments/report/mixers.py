@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from markupsafe import Markup
-from matplotlib.figure import Figure as Drawing
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ from onescan.experiments.report.plots import (
     MUTED,
     VERMILION,
     WIDTH,
+    Line,
     diverging,
-    label_ends,
+    line_chart,
+    matrix,
     to_svg,
 )
 from onescan.experiments.report.runs import RunGroup
@@ -230,11 +232,7 @@ def _rgb(pixels: Images) -> Float[Tensor, "B height width rgb"]:
 
 
 def _heads(model: ImageClassifier) -> list[int]:
-    return evenly_spaced(_num_heads(model), MAX_HEADS)
-
-
-def _num_heads(model: ImageClassifier) -> int:
-    return find(model, LightNetMixer)[0].config.num_heads
+    return evenly_spaced(find(model, LightNetMixer)[0].config.num_heads, MAX_HEADS)
 
 
 def _head_names(model: ImageClassifier) -> list[str]:
@@ -242,7 +240,8 @@ def _head_names(model: ImageClassifier) -> list[str]:
 
 
 def _heads_omitted(model: ImageClassifier) -> str:
-    return _omitted(len(_heads(model)), _num_heads(model), "head")
+    heads = find(model, LightNetMixer)[0].config.num_heads
+    return _omitted(len(_heads(model)), heads, "head")
 
 
 def _omitted(shown: int, count: int, noun: str) -> str:
@@ -292,8 +291,7 @@ def tiles(
     gap = GAP if rows[0].numbers is None else NUMBER
     step = height / width + gap  # from row to row, where a tile and its gap are 1 + GAP wide
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         for i, (row, images) in enumerate(zip(rows, drawn, strict=True)):
             bottom = i * step + height / width
             for x, image in enumerate(images):
@@ -440,42 +438,30 @@ def _bands(
     low, lower, median, upper, high = np.quantile(learned, BANDS, axis=0)
     before = np.median(initial, axis=0)
     singles = learned[_by_distance(lags, learned)][:: -(-len(learned) // SINGLE_CHANNELS)]
-
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel=behind, ylabel="weight", ylim=limits)
-        axes.plot(lags, singles.T, color=MUTED, alpha=0.5, linewidth=0.6)
-        axes.fill_between(lags, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        axes.fill_between(lags, lower, upper, color=BLUE, alpha=0.25, linewidth=0)
-        axes.plot(lags, before, color=INK, linestyle=DASHED, linewidth=1.2)
-        axes.plot(lags, median, color=BLUE, marker="o", markersize=3.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(lags[0], lags[-1] or 1)
-        end = float(lags[-1])
-        last, first = float(median[-1]), float(before[-1])
-        label_ends(axes, [(end, last, "learned", BLUE), (end, first, "initial", INK)])
-
+    lines = [
+        *(Line("", MUTED, lags, single, width=0.6, alpha=0.5) for single in singles),
+        Line("", BLUE, lags, median, band=(low, high)),
+        Line("initial", INK, lags, before, style=DASHED, width=1.2),
+        Line("learned", BLUE, lags, median, band=(lower, upper), dots=True),
+    ]
     description = (
         f"Line chart of the kernels {name.lower()}: the median weight is "
         f"{median[lags == 0].item():.3g} at distance 0 and {median[-1]:.3g} at distance {lags[-1]}"
     )
-    return to_svg(draw, description=description)
+    return line_chart(lines, x=behind, y="weight", limits=limits, description=description)
 
 
 def _all_channels(lags: Sequence[Lags], learned: Sequence[Kernels]) -> Markup:
-    def draw(figure: Drawing) -> None:
-        for i, (distances, kernels) in enumerate(zip(lags, learned, strict=True)):
-            axes = figure.add_subplot(1, len(learned), i + 1, title=directions(len(lags))[i][0])
-            rows = kernels[_by_distance(distances, kernels)]
-            rows = rows / np.abs(rows).max(axis=1, keepdims=True)
-            edges = distances[0] - 0.5, distances[-1] + 0.5, len(rows), 0
-            axes.imshow(diverging(rows), extent=edges, aspect="auto")
-            axes.set(xlabel=directions(len(lags))[i][1], yticks=[])
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.grid(visible=False)
-
-    return to_svg(
-        draw, description="Heat maps of the kernels of all channels, sorted by mean distance"
-    )
+    panels, width = [], WIDTH / len(lags)
+    for distances, kernels, (name, behind) in zip(
+        lags, learned, directions(len(lags)), strict=True
+    ):
+        rows = kernels[_by_distance(distances, kernels)]
+        colors = diverging(rows / np.abs(rows).max(axis=1, keepdims=True))
+        description = f"Heat map of the kernels {name.lower()}, sorted by mean distance"
+        ends = float(distances[0]), float(distances[-1])
+        panels.append((name, matrix(colors, ends, x=behind, description=description, width=width)))
+    return fragment("panels", panels, panel=0.8 * width)
 
 
 def _by_distance(lags: Lags, kernels: Kernels) -> Int[np.ndarray, " channels"]:
@@ -528,8 +514,8 @@ def _frequency_dots(
     offsets = np.linspace(-0.25, 0.25, blocks * heads).reshape(blocks, heads, 1)
     x = np.arange(features) + offsets
 
-    def draw(figure: Drawing) -> None:
-        axes = figure.add_subplot(xlabel="key feature", ylabel="theta, radians per patch")
+    def draw(axes: Axes) -> None:
+        axes.set(xlabel="key feature", ylabel="theta, radians per patch")
         for block in range(blocks):
             opacity = 0.35 + 0.65 * block / max(blocks - 1, 1)
             axes.plot(x[block].T, learned[block].T, ".", color=BLUE, alpha=opacity, markersize=4)

@@ -15,16 +15,16 @@ from zlib import crc32
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Num, UInt8
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from onescan.experiments.report.format import label, percent, significant
-from onescan.experiments.report.page import COLORS, fragment
+from onescan.experiments.report.page import COLORS, Figure, fragment
 
 INK, MUTED, GRID, SURFACE, *_ = [light for light, _ in COLORS.values()]
 SERIES = [light for light, _ in list(COLORS.values())[4:]]
@@ -71,6 +71,7 @@ NEAR_EDGE = 0.85  # labels of lines that end beyond this part of the width are i
 WINDOWS = 40  # the running mean spans this fraction of a run
 SMALLEST = 1e-6  # substitute for 0 on a logarithmic axis
 NARROW_RANGE = 3  # values within this factor get a linear axis
+STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 ROW = 24  # CSS pixels of a row of dots
 SHARES = (0.0, 0.3, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
 LONGEST_SIDE, COARSE = 112, 48  # pixels: images are shrunk to one, and stay crisp below the other
@@ -81,18 +82,18 @@ Scale = Literal["linear", "zero", "log", "share"]
 
 
 def to_svg(
-    draw: Callable[[Figure], object],
+    draw: Callable[[Axes], object],
     *,
     description: str,
     width: int | float = WIDTH,
     height: int | float = HEIGHT,
 ) -> Markup:
-    """Draw a figure, and return it as an inline `<svg>`.
+    """Draw a chart, and return it as an inline `<svg>`.
 
     Neither the user's matplotlib style nor open figures have an effect or are changed.
 
     Args:
-        draw: Adds axes to the figure and draws on them.
+        draw: Draws on the axes.
         description: What the chart shows, for screen readers.
         width: In CSS pixels; the chart shrinks on narrower screens.
         height: In CSS pixels.
@@ -104,8 +105,8 @@ def to_svg(
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         size = width / PIXELS_PER_INCH, height / PIXELS_PER_INCH
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
+        figure = Drawing(figsize=size, layout="constrained")
+        draw(figure.add_subplot())
         figure.savefig(file, format="svg", metadata={"Date": None})
     return _inline(file.getvalue(), description, width)
 
@@ -134,22 +135,47 @@ class Line(NamedTuple):
     """One curve of a chart.
 
     Attributes:
-        name: Written at its end.
+        name: Written at its end, unless it is empty.
         color: Of the line and its name.
         x: Increasing.
         y: As many values.
         raw: Values before smoothing at the same `x`, drawn faintly.
         band: Lower and upper bounds at the same `x`.
         style: Line style of matplotlib.
+        width: In points.
+        alpha: Opacity.
+        dots: Whether points are marked; single points always are.
     """
 
     name: str
     color: str
-    x: Column
+    x: Num[np.ndarray, " _"]
     y: Column
     raw: Column | None = None
     band: tuple[Column, Column] | None = None
-    style: str = "-"
+    style: Any = "-"
+    width: int | float = 1.6
+    alpha: float = 1.0
+    dots: bool = False
+
+
+def seed_line(
+    name: str,
+    color: str,
+    curves: Sequence[tuple[Column, Column]],
+    format: Callable[[float], str],
+    style: str = "-",
+) -> Line:
+    """Average curves of seeds, which have their points at the same steps; some may stop early.
+
+    A band spans the lowest to the highest seed. The last value follows the name.
+    """
+    shared = min(len(x) for x, _ in curves)
+    x = np.mean([x[:shared] for x, _ in curves], axis=0)
+    values = np.stack([y[:shared] for _, y in curves])
+    mean = values.mean(axis=0)
+    band = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
+    return Line(f"{name} {format(mean[-1])}", color, x, mean, band=band, style=style)
 
 
 def line_chart(
@@ -164,13 +190,16 @@ def line_chart(
     at_least: int | float = 0.0,
     threshold: int | float | None = None,
     mark_x: int | float | None = None,
-    dots: bool = False,
+    limits: tuple[int | float, int | float] | None = None,
+    description: str = "",
+    width: int = WIDTH,
+    height: int = HEIGHT,
 ) -> Markup:
     """Draw curves, with their names where they end.
 
     Args:
         lines: At least one.
-        x: Label of the horizontal axis, which starts at 0 unless `log_x`.
+        x: Label of the horizontal axis, which contains 0 unless `log_x`.
         y: Label of the vertical axis.
         scale: Of the vertical axis: "zero" is linear from 0; "log" becomes linear for values
             within a factor of 3; "share" widens towards 100% if a share exceeds 90%.
@@ -181,20 +210,23 @@ def line_chart(
         at_least: Minimum upper end of a "zero" axis.
         threshold: Height of a dashed line.
         mark_x: Position of a dashed vertical line.
-        dots: Whether points are marked; single points always are.
+        limits: Of the vertical axis; None chooses them by the values.
+        description: What the chart shows, for screen readers; by default its last values.
+        width: In CSS pixels.
+        height: In CSS pixels.
     """
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def draw(axes: Axes) -> None:
         for line in lines:
             if line.raw is not None:
                 axes.plot(line.x, line.raw, color=line.color, alpha=0.3, linewidth=0.7)
             if line.band:
                 axes.fill_between(line.x, *line.band, color=line.color, alpha=0.15, linewidth=0)
         for line in lines:
-            marker = "o" if dots or len(line.x) == 1 else ""
-            (drawn,) = axes.plot(
-                line.x, line.y, color=line.color, linestyle=line.style, marker=marker, markersize=4
+            (drawn,) = axes.plot(line.x, line.y, color=line.color, linestyle=line.style)
+            drawn.set(linewidth=line.width, alpha=line.alpha)
+            drawn.set(
+                marker="o" if line.dots or len(line.x) == 1 else "", markersize=2.5 * line.width
             )
             drawn.set(clip_on=False, zorder=3)  # fully visible at the edges, too
         if threshold is not None:
@@ -207,11 +239,23 @@ def line_chart(
         values = np.concatenate([part for line in lines for part in _parts(line)])
         y_note = _scale_y(axes, values, scale, format, at_least)
         axes.set(xlabel=x + x_note, ylabel=y + y_note)
-        if len(lines) <= MAX_LABELS:
-            label_ends(axes, [(line.x[-1], line.y[-1], line.name, line.color) for line in lines])
+        if limits:
+            axes.set_ylim(limits)
+        if len(named) <= MAX_LABELS:
+            ends = [(float(line.x[-1]), float(line.y[-1]), line.name, line.color) for line in named]
+            label_ends(axes, ends)
 
-    ends = "; ".join(line.name for line in lines)
-    return to_svg(draw, description=f"Line chart of {y} over {x}. Last values: {ends}")
+    named = [line for line in lines if line.name]
+    names = "; ".join(line.name for line in named)
+    description = description or f"Line chart of {y} over {x}. Last values: {names}"
+    return to_svg(draw, description=description, width=width, height=height)
+
+
+def line_figure(
+    lines: Sequence[Line], caption: str, *, y: str, title: str = "", **chart: Any
+) -> Figure:
+    """A figure with a line chart, by default titled like its vertical axis; see `line_chart`."""
+    return Figure(title or y.capitalize(), line_chart(lines, y=y, **chart), caption)
 
 
 def _parts(line: Line) -> list[Column]:
@@ -231,7 +275,8 @@ def _scale_x(axes: Axes, lines: Sequence[Line], mark_x: int | float | None, *, l
         return " (log scale)"
     first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
     axes.set_xlim(min(first, 0), last or 1)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    are_whole = all((line.x == np.round(line.x)).all() for line in lines)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=are_whole))
     return ""
 
 
@@ -405,8 +450,7 @@ def dot_chart(
     """
     mean = np.nanmean(values, axis=0)
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel=x)
+    def draw(axes: Axes) -> None:
         rows = np.arange(len(names))
         style: dict[str, Any] = {"linestyle": "", "color": BLUE, "clip_on": False}
         for seed in values if len(values) > 1 else ():
@@ -417,7 +461,7 @@ def dot_chart(
                 format(value), (1.05, row), xycoords=("axes fraction", "data"), va="center"
             )
         axes.set_yticks(rows, [label(name) for name in names])
-        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set(xlabel=x, ylim=(len(names) - 0.5, -0.5))
         low = float(np.nanmin(values))
         axes.set_xlim(low - 0.06 * (end - low) if low < end else 0.9 * end, end)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -426,6 +470,48 @@ def dot_chart(
     listed = ", ".join(f"{n} {format(v)}" for n, v in zip(names, mean, strict=True))
     description = f"Dot chart of {x}: {listed}"
     return to_svg(draw, description=description, height=64 + ROW * max(len(names), 3))
+
+
+def places_in_blocks(
+    axes: Axes, values: Float[np.ndarray, "blocks heads"], spread: float
+) -> Float[np.ndarray, "blocks heads"]:
+    """Prepare a horizontal axis of blocks, and return where on it the value of each head belongs.
+
+    The heads of a block are side by side; with a `spread` of 1, blocks have no gap between them.
+    """
+    blocks, heads = values.shape
+    axes.set(xlabel="block", xlim=(0.5, blocks + 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
+    axes.grid(visible=False, axis="x")
+    offsets = (np.arange(heads) + 0.5) / heads - 0.5
+    return np.arange(1, blocks + 1)[:, None] + spread * offsets
+
+
+def matrix(
+    colors: Float[np.ndarray, "rows columns rgba"],
+    ends: tuple[float, float],
+    *,
+    x: str,
+    y: str = "",
+    description: str,
+    width: int | float = WIDTH,
+    height: int | float = HEIGHT,
+) -> Markup:
+    """Draw a matrix of colors, with the first row at the top and its last columns at `ends`.
+
+    Rows are counted from 1 if the vertical axis has a label.
+    """
+
+    def draw(axes: Axes) -> None:
+        extent = (ends[0] - 0.5, ends[1] + 0.5, len(colors) + 0.5, 0.5)
+        axes.imshow(colors, extent=extent, aspect="auto")
+        axes.set(xlabel=x, ylabel=y)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        rows = MaxNLocator(12, integer=True, min_n_ticks=1) if y else NullLocator()
+        axes.yaxis.set_major_locator(rows)
+        axes.grid(visible=False)
+
+    return to_svg(draw, description=description, width=width, height=height)
 
 
 class Axis(NamedTuple):

@@ -4,6 +4,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from onescan.experiments.report.plots import (
     Line,
     Scale,
     half_window,
-    line_chart,
+    line_figure,
     percent_tick,
     series,
     smoothed,
@@ -77,6 +78,7 @@ from onescan.models.presets import ABLATIONS
 from onescan.models.sequence_classifier import SequenceClassifier
 
 SectionOf = Callable[[RunGroup], Section]
+_over_epochs = partial(line_figure, x="epoch")
 
 
 def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
@@ -360,29 +362,34 @@ def training(group: RunGroup) -> Section:
         "Training",
         [
             *([_transfer_loss(group)] if group.runs[0].has_transfer else []),
-            Figure(
-                "Training loss",
-                _batches(group, "loss", "training loss"),
+            _over_epochs(
+                _batches(group, "loss"),
                 f"{loss} {_per_batch(group)}; lower is better.{smoothed_labels}",
+                y="training loss",
+                scale="log",
             ),
             *measured,
             *([_training_accuracy(group)] if has_training_accuracy(group.config) else []),
-            Figure(
-                "Test loss",
-                _evaluations(group, "loss", "log"),
+            _evaluations(
+                group,
+                "loss",
+                "log",
                 f"{test_loss} on held-out {group.task.unit}. The model overfits where it rises "
                 "while the training loss falls.",
             ),
-            Figure(
-                "Learning rate",
-                line_chart([rate], x="epoch", y="learning rate", scale="zero"),
+            _over_epochs(
+                [rate],
                 "The schedule of the recipe, which all seeds share.",
+                y="learning rate",
+                scale="zero",
             ),
-            Figure(
-                "Gradient norm",
-                _batches(group, "gradient_norm", "gradient norm", threshold=clip),
+            _over_epochs(
+                _batches(group, "gradient_norm"),
                 f"Norm of the gradient {_per_batch(group)}. Spikes are batches with large "
                 f"gradients.{clipped}",
+                y="gradient norm",
+                scale="log",
+                threshold=clip,
             ),
         ],
     )
@@ -390,27 +397,28 @@ def training(group: RunGroup) -> Section:
 
 def _transfer_loss(group: RunGroup) -> Figure:
     """The loss of the first phase, in which only the mixers are trained."""
-    return Figure(
-        "Attention transfer loss",
-        _batches(group, "loss", "transfer loss", split="transfer"),
+    return _over_epochs(
+        _batches(group, "loss", "transfer"),
         "Squared error of the mixers' outputs, divided by the squared norm of the teacher's and "
         "averaged over layers. Only the mixers are trained in this phase; the other figures start "
         "after it.",
+        y="attention transfer loss",
+        scale="log",
     )
 
 
 def _training_accuracy(group: RunGroup) -> Figure:
     """As in LDN's Fig. 2."""
-    lines = _running(group, lambda run: run.column("train", "accuracy"), percent)
-    name = "training accuracy"
     augmented = " Augmentation, which is used in training only, lowers it." * (
         getattr(group.config.task, "augment", None) is not None
     )
-    return Figure(
-        name.capitalize(),
-        line_chart(lines, x="epoch", y=name, scale="share", format=percent_tick),
+    return _over_epochs(
+        _running(group, lambda run: run.column("train", "accuracy"), percent),
         f"Share of training {group.task.unit} that are classified correctly, {_per_batch(group)}, "
         f"before the batch updates the model.{augmented}",
+        y="training accuracy",
+        scale="share",
+        format=percent_tick,
     )
 
 
@@ -429,10 +437,7 @@ def _metric_figure(group: RunGroup, name: str) -> Figure:
         scale = "share"
     elif name in ("bits_per_byte", "feature_distance"):
         scale = "log"
-    title = f"Test {metric_name(name)}"
-    return Figure(
-        title, _evaluations(group, name, scale), _meaning(name).format(right=right, unit=unit)
-    )
+    return _evaluations(group, name, scale, _meaning(name).format(right=right, unit=unit))
 
 
 def _per_batch(group: RunGroup) -> str:
@@ -441,21 +446,13 @@ def _per_batch(group: RunGroup) -> str:
     return "per batch (light) and its running mean (dark)" if half_window(batches) else "per batch"
 
 
-def _batches(
-    group: RunGroup,
-    name: str,
-    y: str,
-    *,
-    split: Split = "train",
-    threshold: float | None = None,
-) -> Markup:
+def _batches(group: RunGroup, name: str, split: Split = "train") -> list[Line]:
     """A recorded number of every batch of training, or of attention transfer."""
 
     def values(run: FinishedRun) -> Column:
         return np.maximum(run.column(split, name), SMALLEST)
 
-    lines = _running(group, values, "{:.3f}".format, split=split)
-    return line_chart(lines, x="epoch", y=y, scale="log", threshold=threshold)
+    return _running(group, values, "{:.3f}".format, split=split)
 
 
 def _running(
@@ -479,7 +476,7 @@ def _running(
     return lines
 
 
-def _evaluations(group: RunGroup, name: str, scale: Scale) -> Markup:
+def _evaluations(group: RunGroup, name: str, scale: Scale, caption: str) -> Figure:
     """A metric of every evaluation."""
     lines = []
     for i, run in enumerate(group.runs):
@@ -488,7 +485,7 @@ def _evaluations(group: RunGroup, name: str, scale: Scale) -> Markup:
         y = np.maximum(y, SMALLEST) if scale == "log" else y
         lines.append(Line(label, series(i), run.column("test", "epoch"), y))
     form = percent_tick if scale == "share" else significant
-    return line_chart(lines, x="epoch", y=f"test {metric_name(name)}", scale=scale, format=form)
+    return _over_epochs(lines, caption, y=f"test {metric_name(name)}", scale=scale, format=form)
 
 
 # Speed
@@ -505,42 +502,38 @@ def speed(group: RunGroup) -> Section:
 
 
 def _speed(group: RunGroup) -> Figure:
-    unit = group.task.unit
-
-    def per_second(run: FinishedRun) -> Column:
+    def values(run: FinishedRun) -> Column:
         return run.batch_sizes / run.column("train", "seconds")
 
-    lines = _running(group, per_second, large, statistic=np.median)
+    unit, lines = group.task.unit, _running(group, values, large, statistic=np.median)
     two = " (light) and its running median (dark)" * (lines[0].raw is not None)
-    return Figure(
-        f"{unit.capitalize()} per second",
-        line_chart(lines, x="epoch", y=f"{unit} per second", scale="zero", format=large),
+    return _over_epochs(
+        lines,
         f"Training {unit} per second of each step{two}, without evaluations and checkpoints. Drops "
         "are often caused by other programs on the same machine.",
+        y=f"{unit} per second",
+        scale="zero",
+        format=large,
     )
 
 
 def _waiting(group: RunGroup) -> Figure:
-    def waiting(run: FinishedRun) -> Column:
+    def values(run: FinishedRun) -> Column:
         return run.column("train", "waiting_seconds") / run.column("train", "seconds")
 
     waited = sum(run.waiting * run.seconds for run in group.runs)
     total = sum(run.seconds for run in group.runs)
     over = " over all seeds" if len(group.runs) > 1 else ""
-    lines = _running(group, waiting, "{:.0%}".format, with_raw=False)
-    return Figure(
-        "Waiting for data",
-        line_chart(
-            lines,
-            x="epoch",
-            y="time spent waiting",
-            scale="zero",
-            format=percent_tick,
-            at_least=LEAST_SHARE,
-        ),
+    return _over_epochs(
+        _running(group, values, "{:.0%}".format, with_raw=False),
         f"Share of each step spent waiting for a batch. In total {percent(waited / total)} of the "
         f"time, {duration(waited)} of {duration(total)}{over}. If it is high, use more workers "
         "(machine.workers).",
+        title="Waiting for data",
+        y="time spent waiting",
+        scale="zero",
+        format=percent_tick,
+        at_least=LEAST_SHARE,
     )
 
 
@@ -552,14 +545,12 @@ def _memory(group: RunGroup) -> list[Figure]:
     what = "Memory of the process, libraries and data included" if on_cpu else "Peak GPU memory"
     size, unit = (GIB, "GiB") if peak > GIB else (1, "MiB")
 
-    def used(run: FinishedRun) -> Column:
+    def values(run: FinishedRun) -> Column:
         return run.column("train", "memory_mib") / size
 
-    lines = _running(group, used, lambda amount: f"{amount:.3g} {unit}", with_raw=False)
-    chart = line_chart(lines, x="epoch", y=f"memory, {unit}", scale="zero")
-    return [
-        Figure("Memory", chart, f"{what}; at most {memory(peak)}. A steady rise indicates a leak.")
-    ]
+    lines = _running(group, values, lambda amount: f"{amount:.3g} {unit}", with_raw=False)
+    caption = f"{what}; at most {memory(peak)}. A steady rise indicates a leak."
+    return [_over_epochs(lines, caption, title="Memory", y=f"memory, {unit}", scale="zero")]
 
 
 TEXT: tuple[SectionOf, ...] = (training, speed, texts.generated, decays.learned_decays)
