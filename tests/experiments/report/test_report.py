@@ -369,6 +369,12 @@ def test_accuracy_axes_contain_the_values_and_name_their_scale(share):
     assert top <= float(height) <= bottom
 
 
+def test_whole_epochs_have_whole_ticks():
+    whole = plots.Line("", plots.BLUE, np.arange(1.0, 5.0), np.arange(4.0))
+    svg = plots.line_chart([whole], x="epoch", y="loss", limits=(10, 20))
+    assert re.findall(r">([\d.]+)</text>", svg)[:5] == ["0", "1", "2", "3", "4"]
+
+
 def test_labels_stand_where_lines_end():
     long = plots.Line("long", plots.BLUE, np.arange(5.0), np.arange(5.0))
     short = plots.Line("short", plots.VERMILION, np.arange(3.0), np.arange(3.0))
