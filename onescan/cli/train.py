@@ -145,7 +145,7 @@ def _inferred(
 ) -> "tuple[RunConfig, list[str]]":
     """Infer the settings that are not given; return also lines that describe them."""
     if "data.tokenizer" in given:
-        from onescan.experiments.recipes.own_data import infer_vocabulary
+        from onescan.experiments.recipes.infer import infer_vocabulary
 
         run = infer_vocabulary(run, given)
     return recipe.infer(run, given) if recipe and recipe.infer else (run, [])

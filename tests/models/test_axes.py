@@ -12,7 +12,7 @@ from onescan.cli import main
 from onescan.configs import replace
 from onescan.experiments.data import MovingDigitsConfig
 from onescan.experiments.recipes import find_recipe
-from onescan.experiments.recipes.own_data import for_path, infer
+from onescan.experiments.recipes.infer import for_path, infer
 from onescan.experiments.report.images import as_pictures
 from onescan.integrations.diffusers import load_pretrained, to_diffusers
 from onescan.integrations.export import export_program

@@ -20,6 +20,7 @@ from onescan.experiments.data import (
     MixConfig,
     derive_seed,
 )
+from onescan.experiments.data.image_dataset import MIN_CLASSES
 from onescan.experiments.data.share import Share
 from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.experiments.tasks.distillation import DistillationConfig
@@ -31,7 +32,6 @@ from onescan.inputs.images import check_unit_range, unit_pixels
 from onescan.shapes import Logits
 
 TOP = 5
-MIN_CLASSES = 2
 UNITS = {1: "signals", 2: "images"}  # what examples are called, by their number of axes
 ROWS = 64  # arrays that are classified at once
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported

@@ -26,19 +26,11 @@ from onescan.inputs.pairs import PairFormat
 from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
 from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
-from onescan.messages import named_type
-from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
-from onescan.models.masked_lm import MaskedLM
-from onescan.models.sequence_classifier import SequenceClassifier
 
 PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
-EXPORTED: dict[str, tuple[type[nn.Module], ...]] = {
-    "transformers": (ImageClassifier, CausalLM, MaskedLM, SequenceClassifier),
-    "diffusers": (Denoiser,),
-}
 Library = Literal["onescan", "transformers", "diffusers"]
 Write = Callable[..., object]  # writes a folder, given its temporary path and its name
 NO_DATA = "unknown"  # path of the data that a converted model was trained on
@@ -128,27 +120,16 @@ def is_native(fields: Mapping[str, Any]) -> bool:
 
 def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Write]:
     native = _load(source)
-    if not isinstance(native.model, EXPORTED[library]):
-        known = ", ".join(kind.__name__ for kind in EXPORTED[library])
-        raise ValueError(
-            f"the model is {named_type(native.model)}, which cannot be converted to {library}; "
-            f"expected one of {known}"
-        )
-    try:
-        return _counterpart(native, library)
-    except ValueError:  # the library has no such architecture
-        return _wrapped(native, library)
-
-
-def _counterpart(native: "_Native", library: str) -> tuple[nn.Module, Write]:
-    """Return a model of the library's own classes, which raises ValueError if there is none."""
     fields, processor = native.fields, None
     if native.tokenizer is not None:
         from onescan.integrations.transformers.convert import special_ids
 
         processor = native.tokenizer.to_transformers()
         fields = fields | special_ids(processor)
-    model = convert_back(native.model, library, **fields)
+    try:
+        model = convert_back(native.model, library, **fields)
+    except ValueError:  # the library has no such architecture
+        return _wrapped(native, library)
     if native.image_format is not None:
         processor = image_processor(native.image_format)
 

@@ -12,13 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from onescan.checks import LOAD_ERRORS, in_a_line
+from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig
 from onescan.messages import named_type
 
 CONFIG, SUFFIX = "config.json", ".safetensors"
 DOWNLOADED = ("*.json", f"*{SUFFIX}", "*.txt", "*.model")  # files that are read from the hub
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SHARD = re.compile(rf".*-\d+-of-0*[1-9]\d*{re.escape(SUFFIX)}")
 PIPELINE = "transformer"  # folder of the denoiser in a pipeline of diffusers
 
@@ -214,7 +213,7 @@ def find(source: str | Path) -> Path:
         )
     path = Path(source)
     if not path.exists():
-        if not HUB_NAME.fullmatch(str(source)):
+        if not re.fullmatch(HUB_NAME, str(source)):
             raise FileNotFoundError(f"there is no file or folder {source}")
         from huggingface_hub import snapshot_download
 

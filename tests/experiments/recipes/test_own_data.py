@@ -16,7 +16,7 @@ from onescan.cli import main
 from onescan.configs import replace
 from onescan.experiments.data import ArrayDatasetConfig, Example
 from onescan.experiments.recipes import find_recipe
-from onescan.experiments.recipes.own_data import for_path, infer, infer_vocabulary, patches
+from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary, patches
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 

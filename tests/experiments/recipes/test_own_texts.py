@@ -15,7 +15,7 @@ from onescan.experiments.data import TextTableConfig
 from onescan.experiments.data.text.files import read_rows
 from onescan.experiments.data.text_table import LabelledText, _class_names
 from onescan.experiments.recipes import find_recipe
-from onescan.experiments.recipes.own_data import for_path, infer, infer_vocabulary
+from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary
 
 WEATHER = ("rain", "wind", "cloud", "storm")
 FOOD = ("bread", "soup", "rice", "salad")

@@ -1,0 +1,444 @@
+"""Infer the settings of a run from its data: sizes of data, model and batches, and epochs."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onescan import configs
+from onescan.experiments.data import (
+    AffineConfig,
+    ArrayDatasetConfig,
+    Example,
+    ImageDataset,
+    ImageDatasetConfig,
+    TextDatasetConfig,
+    TextTableConfig,
+)
+from onescan.experiments.data.base import HeldOutError, listed
+from onescan.experiments.data.glue import GlueSet
+from onescan.experiments.data.sources import find_source, walk
+from onescan.experiments.tasks import ImageClassificationConfig
+from onescan.experiments.tasks.base import fitting_batch_size
+from onescan.experiments.tasks.image_classification import UNITS
+from onescan.experiments.training import RunConfig
+from onescan.inputs import ArrayFormat
+from onescan.inputs.arrays import IMAGE_AXES
+from onescan.inputs.image_files import Pixels, is_image_name, read_header
+from onescan.inputs.images import unit_pixels
+from onescan.inputs.tokenizer import BYTES
+from onescan.messages import named_type
+from onescan.models.denoiser import DenoiserConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+
+SMALL = 2_000  # training examples below which models and images are small
+SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
+MAX_TOKENS = 256  # patches per example
+PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
+MIN_STD = 1e-3  # a channel with less is constant
+SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
+AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: text, left, right
+MAX_SHOWN = 10  # names of classes
+MIN_LENGTH, MAX_LENGTH = 16, 512  # tokens of a text
+SAMPLED_TEXTS = 2_000  # to infer the length
+ROW, MIN_ROWS = 128, 64  # tokens of a row of a language model, and rows before rows get shorter
+HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
+EVALUATIONS = 10  # of denoisers and language models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How model size, batch size and epochs depend on the number of training examples."""
+
+    sizes: tuple[tuple[int | float, int, int, int], ...]
+    """Number of examples below which a model has a width, a depth and a number of heads."""
+    seen: int
+    """Examples seen in training, over all epochs, if `epochs` permits."""
+    epochs: tuple[int, int]
+    """Smallest and largest number of epochs."""
+    batch_size: int = 64
+    """Largest batch size."""
+
+
+CLASSIFIER = Scale(
+    sizes=((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6)),
+    seen=12_000,
+    epochs=(20, 120),
+)
+
+
+DENOISER = Scale(  # the first row has the size of digits_denoiser
+    sizes=((20_000, 128, 6, 4), (math.inf, 256, 12, 4)), seen=144_000, epochs=(20, 1000)
+)
+
+
+LANGUAGE_MODEL = Scale(  # the second row and the rows seen are those of shakespeare_lightnet
+    sizes=((1_500, 64, 4, 4), (150_000, 128, 4, 4), (math.inf, 256, 8, 8)),
+    seen=38_400,
+    epochs=(1, 20),
+    batch_size=16,
+)
+
+
+def adapt(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
+    """Adapt the run to the user's data, the option data.path; `infer` reports a missing path."""
+    path = given.get("data.path")
+    return for_path(run, path) if path else run
+
+
+def for_path(run: RunConfig, path: str) -> RunConfig:
+    """Return the run with the config that reads the data at `path`."""
+    if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
+        data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
+        return dataclasses.replace(run, data=data)
+    return _replace(run, ["data", "path"], path)
+
+
+def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[str]]:
+    """Infer the settings of a run from its data.
+
+    Args:
+        run: Config from `for_path`, with the user's changes.
+        given: Dotted names of the fields that the user set, such as "model.width", which are kept.
+
+    Returns:
+        The config with inferred values, and lines that describe them.
+
+    Raises:
+        ValueError: If `data.path` is empty, or the data cannot be read; see `DataConfig.build`.
+    """
+    if not run.data.path:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
+        )
+    try:
+        return _infer(run, given)
+    except HeldOutError as error:
+        if "data.test_fraction" in given:
+            raise
+        run, lines = _infer(_replace(run, ["data", "test_fraction"], error.fraction), given)
+        return run, [
+            *lines,
+            f"held out: {error.fraction:.1%}, because each class needs a test example",
+        ]
+
+
+def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    if isinstance(run.data, TextTableConfig):
+        return _infer_texts(run, given)
+    if isinstance(run.data, TextDatasetConfig):
+        return _infer_rows(run, given)
+    infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
+    return infer_data(run, given)
+
+
+def infer_vocabulary(run: RunConfig, given: Collection[str]) -> RunConfig:
+    """Set the model's vocabulary size to that of a tokenizer that the user chose, if it is free.
+
+    Raises:
+        ValueError: If there is no such tokenizer.
+        ImportError: If transformers is required and not installed.
+    """
+    is_free = "data.tokenizer" in given and "model.vocab_size" not in given
+    if not (is_free and hasattr(run.model, "vocab_size")):
+        return run
+    from onescan.inputs.tokenizer import load_tokenizer
+
+    size = load_tokenizer(run.data.tokenizer).size  # type: ignore[attr-defined]
+    return _replace(run, ["model", "vocab_size"], size)
+
+
+def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for image files or parquet files."""
+    model: Any = run.model
+    if not isinstance(run.data, ImageDatasetConfig):
+        raise ValueError(f"data is {named_type(run.data)}, expected an ImageDatasetConfig")
+    is_denoiser = isinstance(model, DenoiserConfig)
+    if is_denoiser:
+        run = _changed(run, {"data.labeled": _has_classes(run.data)}, given)
+    splits = run.data.build()
+    if not isinstance(train := splits.train, ImageDataset):
+        return run, []
+    if "data.channels" not in given or "data.image_size" not in given:
+        sizes, found = _survey(train)
+        changes: dict[str, Any] = {"data.channels": found}
+        size = model.image_size if "model.image_size" in given else None
+        patch = model.patch_size if "model.patch_size" in given else (4, 4)
+        longest = SMALL_SIDE if len(train) < SMALL or is_denoiser else MAX_SIDE
+        changes["data.image_size"] = size or _fit(sizes, longest, patch)
+        run = _changed(run, changes, given)
+    channels: int = run.data.channels  # type: ignore[attr-defined]
+    shape: tuple[int, ...] = run.data.image_size  # type: ignore[attr-defined]
+    if is_denoiser:
+        run = _changed(run, _halves(channels), given)
+    elif "data.mean" not in given or "data.std" not in given:
+        neutral: Any = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+        data: Any = configs.replace(run.data, neutral)
+        mean, std = _statistics(dataclasses.replace(train, reader=data.reader()))
+        run = _changed(run, {"data.mean": mean, "data.std": std}, given)
+    if isinstance(run.task, ImageClassificationConfig):
+        brightness = round(sum(run.data.mean) / channels, 2)  # type: ignore[attr-defined]
+        if isinstance(run.task.augment, AffineConfig):
+            fill = min(max(brightness, 0.0), 1.0)
+            run = _changed(run, {"task.augment.fill": fill}, given)
+    return _sized(run, splits, shape, channels, given)
+
+
+def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for arrays, which are not resized."""
+    data = run.data
+    if not isinstance(data, ArrayDatasetConfig):
+        raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
+    fields = {name.removeprefix("data.").removeprefix("no_") for name in given}
+    data, layout = data.infer_layout(fields)
+    run = dataclasses.replace(run, data=data)
+    splits = data.build()
+    format = splits.format
+    shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
+    constants = {"data.mean": format.mean, "data.std": format.std}
+    if isinstance(run.model, DenoiserConfig):
+        constants = _halves(format.channels)
+    run = _changed(run, constants, given)
+    augment = getattr(run.task, "augment", None)
+    if isinstance(format, ArrayFormat) and augment == AUGMENT:  # which is for pixels
+        run = _replace(run, ["task", "augment"], None)
+    run, (first, *others) = _sized(run, splits, shape, format.channels, given)
+    lines = [f"{first}, {layout}", *others]
+    train: Any = splits.train
+    counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
+    if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
+        lines.append(f"warning: no training examples of class {listed(empty)}; labels count from 0")
+    return run, lines
+
+
+def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for texts: the vocabulary, the classes and the length."""
+    splits = run.data.build()
+    vocab_size, names = splits.format.vocab_size, splits.class_names
+    run = _changed(run, {"model.vocab_size": vocab_size, "model.num_classes": len(names)}, given)
+    lengths = _text_lengths(splits.train)
+    length = min(max(2 ** math.ceil(math.log2(max(lengths))), MIN_LENGTH), MAX_LENGTH)
+    run = _changed(run, {"data.length": length}, given)
+    run = _scaled(run, len(splits.train), CLASSIFIER, given)
+    data, model = run.data, run.model
+    if not (isinstance(data, TextTableConfig) and isinstance(model, SequenceClassifierConfig)):
+        return run, []
+    tokens = "bytes" if data.tokenizer == BYTES else "tokens"
+    longer = sum(length > data.length for length in lengths) / len(lengths)
+    truncated = f" ({longer:.1%} of the texts are longer and truncated)" if longer else ""
+    counts = _counts(len(splits.train), len(splits.test), "texts", names)
+    return run, [
+        f"data: {counts}, up to {data.length} {tokens}{truncated}",
+        f"{_described(model)}, vocabulary of {model.vocab_size}",
+        _training(run),
+    ]
+
+
+def _text_lengths(train: GlueSet) -> list[int]:
+    """Return the number of tokens of a sample of texts, not truncated."""
+    count = min(len(train), SAMPLED_TEXTS)
+    texts = [train.rows[i * len(train) // count].texts[0] for i in range(count)]
+    encoder = train.encoder
+    special = len(encoder.before) + len(encoder.after)
+    return [len(ids) + special for ids in encoder.tokenizer.encode_many(texts)]
+
+
+def _infer_rows(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings of a language model: the vocabulary and the tokens per row."""
+    splits = run.data.build()
+    rows = len(splits.train)
+    if "data.length" not in given and rows < MIN_ROWS:
+        length = 2 ** int(math.log2(max(rows * ROW / MIN_ROWS, 1)))
+        run = _changed(run, {"data.length": min(max(length, MIN_LENGTH), ROW)}, given)
+        splits = run.data.build()
+    run = _changed(run, {"model.vocab_size": splits.tokenizer.size}, given)
+    run = _scaled(run, len(splits.train), LANGUAGE_MODEL, given)
+    data, model = run.data, run.model
+    assert isinstance(data, TextDatasetConfig)
+    tokens = "bytes" if data.tokenizer == BYTES else "tokens"
+    return run, [
+        f"data: {len(splits.train):,} training and {len(splits.test):,} test rows of {data.length} "
+        f"{tokens}",
+        f"{_described(model)}, vocabulary of {model.vocab_size}",  # type: ignore[attr-defined]
+        _training(run),
+    ]
+
+
+def _sized(
+    run: RunConfig, splits: Any, shape: tuple[int, ...], channels: int, given: Collection[str]
+) -> tuple[RunConfig, list[str]]:
+    """Choose model and training by the shape and number of the examples; describe the run."""
+    train, test, names = len(splits.train), len(splits.test), splits.class_names
+    is_denoiser = isinstance(run.model, DenoiserConfig)
+    patch_size = patches(shape, finest=is_denoiser)
+    classes = 0 if is_denoiser and len(names) == 1 else len(names)
+    run = _changed(run, {"model.image_size": shape, "model.patch_size": patch_size}, given)
+    run = _changed(run, {"model.channels": channels, "model.num_classes": classes}, given)
+    if is_denoiser and not classes:
+        run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
+    run = _scaled(run, train, DENOISER if is_denoiser else CLASSIFIER, given)
+    sizes = " x ".join(map(str, shape))
+    unit = "pixels" if len(shape) == IMAGE_AXES else "values"
+    if isinstance(run.data, ImageDatasetConfig):
+        is_whole = run.data.test_crop is None
+        unit += " (whole images, resized)" if is_whole else " (cropped to the center)"
+    noun = UNITS.get(len(shape), "examples")
+    of_channels = f"{channels} channel{'s' * (channels > 1)}"
+    model: Any = run.model
+    patch = " x ".join(map(str, model.patch_size))
+    return run, [
+        f"data: {_counts(train, test, noun, names)}, {sizes} {unit}, {of_channels}",
+        f"{_described(model)}, patches of {patch}",
+        _training(run),
+    ]
+
+
+def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) -> RunConfig:
+    """Choose the model size, the batch size and the epochs by the number of training examples."""
+    _, width, depth, heads = next(row for row in scale.sizes if train < row[0])
+    run = _changed(run, {"model.width": width, "model.depth": depth}, given)
+    width = run.model.width  # type: ignore[attr-defined]
+    heads = next(n for n in range(heads, 0, -1) if width % n == 0)
+    run = _changed(run, {"model.mixer.num_heads": heads}, given)
+    batch = fitting_batch_size(train, scale.batch_size)
+    fewest, most = scale.epochs
+    epochs = min(max(math.ceil(scale.seen / train), fewest), most)
+    run = _changed(run, {"training.batch_size": batch, "training.epochs": epochs}, given)
+    if scale is CLASSIFIER:
+        return run
+    every = run.training.epochs / EVALUATIONS
+    return _changed(
+        run, {"training.evaluate_every": every, "training.checkpoint_every": every}, given
+    )
+
+
+def _described(model: Any) -> str:
+    mixer = type(model.mixer).__name__.removesuffix("MixerConfig")
+    return f"model: {mixer}, {model.depth} blocks of width {model.width}"
+
+
+def _counts(train: int, test: int, noun: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
+    counts = f"{train:,} training and {test:,} test {noun}"
+    return f"{counts} in {len(names)} classes ({shown})" if len(names) > 1 else counts
+
+
+def _training(run: RunConfig) -> str:
+    settings = run.training
+    length = f"{settings.epochs} epochs" if settings.steps is None else f"{settings.steps} steps"
+    return f"training: {length}, batch size {settings.batch_size}"
+
+
+def _changed(run: RunConfig, changes: dict[str, Any], given: Collection[str]) -> RunConfig:
+    """Return the run with those changes, by dotted name, that the user did not give."""
+    for name, value in changes.items():
+        if name not in given:
+            run = _replace(run, name.split("."), value)
+    return run
+
+
+def _replace(config: Any, path: list[str], value: Any) -> Any:
+    name, *below = path
+    if below:
+        value = _replace(getattr(config, name), below, value)
+    return dataclasses.replace(config, **{name: value}) if hasattr(config, name) else config
+
+
+def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
+    """Choose patch sizes that divide the sizes of a grid and give at most `MAX_TOKENS` patches.
+
+    Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, 4 from 24 on,
+    unless `finest`. If none divides all axes, the axis with the most patches gets larger ones.
+
+    >>> patches((48, 64)), patches((6, 9))
+    ((4, 4), (1, 1))
+    """
+    sizes = PATCHES[1:] if finest else PATCHES
+    smallest = next(patch for patch, longest in sizes if max(shape) >= longest)
+    for patch in (1, 2, 4, 8, 16, 32):
+        fits = all(size % patch == 0 for size in shape)
+        if fits and patch >= smallest and math.prod(n // patch for n in shape) <= MAX_TOKENS:
+            return (patch,) * len(shape)
+    chosen = [1] * len(shape)
+    while math.prod(n // p for n, p in zip(shape, chosen, strict=True)) > MAX_TOKENS:
+        axis = max(range(len(shape)), key=lambda i: shape[i] // chosen[i])
+        larger = range(chosen[axis] + 1, shape[axis] + 1)
+        chosen[axis] = next(p for p in larger if shape[axis] % p == 0)
+    return tuple(chosen)
+
+
+def _holds_arrays(path: str) -> bool:
+    place = Path(path).expanduser()
+    return place.suffix == ".npz" or (place.is_dir() and any(place.glob("*.npy")))
+
+
+def _has_classes(data: ImageDatasetConfig) -> bool:
+    """Return whether all training images are in subfolders, and there are several of them."""
+    source = find_source(data.path, data.name)
+    if source.builder != "imagefolder" or source.files is None:
+        return True
+    (folder,) = source.files[source.choose(data.train_split, data.test_split)["train"]]
+    images = (Path(file) for file in walk(folder) if is_image_name(file))
+    classes = {image.relative_to(folder).parts[:-1][:1] for image in images}
+    return () not in classes and len(classes) > 1
+
+
+def _halves(channels: int) -> dict[str, Any]:
+    """Return the constants that map pixels to -1 to 1, for denoisers."""
+    return {"data.mean": (HALF,) * channels, "data.std": (HALF,) * channels}
+
+
+def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
+    """Return height and width of a sample of images, and 1 channel if all are grayscale, or 3.
+
+    Sizes are those of the upright images.
+    """
+    sizes, is_gray = [], True
+    for encoded in train.encoded(_sample(len(train))):
+        try:
+            header = read_header(encoded.open())
+        except (OSError, ValueError) as error:
+            if train.reader.on_error == "raise":
+                raise ValueError(
+                    f"{encoded.name} {error} (--data.on-error skip skips such images)"
+                ) from error
+            continue
+        sizes.append((header.height, header.width))
+        is_gray = is_gray and header.is_gray
+    if not sizes:
+        raise ValueError(f"none of {len(_sample(len(train)))} images can be read")
+    return sizes, 1 if is_gray else 3
+
+
+def _sample(count: int) -> list[int]:
+    """Return indices spread evenly over a dataset."""
+    size = min(count, SAMPLE)
+    return [i * count // size for i in range(size)]
+
+
+def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> tuple[int, int]:
+    """Return the median size, scaled down to the longest side, as multiples of the patch."""
+    height, width = (sorted(side)[len(side) // 2] for side in zip(*sizes, strict=True))
+    scale = min(1.0, longest / max(height, width))
+    fitted = (
+        max(round(side * scale / each), 1) * each
+        for side, each in zip((height, width), patch, strict=True)
+    )
+    first, second = fitted
+    return first, second
+
+
+def _statistics(train: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel over a sample of training images."""
+    places = _sample(len(train))
+    groups = [places[at : at + 32] for at in range(0, len(places), 32)]
+    batches = (train.read([Example(i) for i in group]).batch[0] for group in groups)
+    values: Pixels = torch.cat([unit_pixels(batch) for batch in batches])
+    per_channel = values.transpose(0, 1).flatten(1).double()
+    mean, std = per_channel.mean(dim=1), per_channel.std(dim=1, correction=0)
+    std = torch.where(std > MIN_STD, std, 1.0)
+    return tuple(round(x, 4) for x in mean.tolist()), tuple(round(x, 4) for x in std.tolist())
