@@ -355,11 +355,10 @@ def data_warning(configs: Sequence[RunConfig]) -> str:
 def format_setting(config: RunConfig, path: str) -> str:
     """Format one setting; a dash if the recipe has no such field."""
     value: Any = config
-    for name in path.split("."):
-        value = type(value) if name == "type" else getattr(value, name, ABSENT)
+    for name in path.removesuffix(".type").split("."):
+        value = getattr(value, name, ABSENT)
     if dataclasses.is_dataclass(value):
-        value = value if isinstance(value, type) else type(value)
-        return value.__name__.removesuffix("Config")
+        return type(value).__name__.removesuffix("Config")
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return "none" if value is None else str(value)

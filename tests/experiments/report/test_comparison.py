@@ -141,6 +141,7 @@ def test_settings_tell_recipes_apart(runs, tmp_path):
     assert augment == ["Affine", "none", "Affine"]
     assert format_setting(tiny, "model.type") == "TinyModel"
     assert format_setting(tiny, "model.mixer.num_heads") == "\u2014"
+    assert format_setting(tiny, "model.width.type") == str(tiny.model.width)  # a config in others
 
 
 def test_chosen_settings_come_before_inferred_ones(runs, tmp_path):
