@@ -148,13 +148,14 @@ def comparison_table(runs: Sequence[Path]) -> str:
     """
     rows = read_rows(runs)
     columns = table_columns(rows)
-    cells = [["", "folder", "seeds", *(column.head for column in columns)]]
+    cells = [["", "seeds", *(column.head for column in columns)]]
     cells += [
-        [row.name, row.folders, str(len(row.runs)), *(column.format(row) for column in columns)]
-        for row in rows
+        [row.name, str(len(row.runs)), *(column.format(row) for column in columns)] for row in rows
     ]
+    numbers, folders = plain_table(cells).splitlines(), ["folder", *(row.folders for row in rows)]
+    lines = [f"{line}  {folder}" for line, folder in zip(numbers, folders, strict=True)]
     warning = data_warning([row.config for row in rows])
-    return "\n".join(filter(None, [plain_table(cells, left=2), warning]))
+    return "\n".join(filter(None, [*lines, warning]))
 
 
 def write_comparison(runs: Sequence[Path], path: Path) -> Path:
