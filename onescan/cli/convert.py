@@ -11,7 +11,7 @@ from onescan.cli.options import Argv, Imports, echo, import_files, parse
 
 
 def convert(argv: Argv) -> None:
-    """Convert models of other libraries to onescan, or back.
+    """Convert models of other libraries to onescan, and native models to other libraries.
 
     A model of transformers, timm, diffusers, fla or LION becomes a native model. With --to, a
     trained model becomes a folder for from_pretrained of transformers or diffusers.
@@ -44,7 +44,7 @@ def convert(argv: Argv) -> None:
 
 
 def _parts(folder: Path) -> str:
-    """Say what a folder of transformers contains beside the model; empty for other folders."""
+    """Say what a transformers folder contains besides the model; empty for other folders."""
     config = folder / "config.json"
     if not config.is_file() or "model_type" not in json.loads(config.read_bytes()):
         return ""

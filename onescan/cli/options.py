@@ -161,8 +161,8 @@ class _RejectedError(Exception):
 def _rules(shown: Collection[str] | None) -> ConstructorRegistry:
     """Return tyro's rules with three changes to those for dataclasses.
 
-    Descriptions are not broken where docstrings are, empty defaults are omitted, and errors of a
-    config reach the caller. Optional fields that are not shown are hidden; None shows all.
+    Line breaks of docstrings are removed, empty defaults are omitted, and errors of a config reach
+    the caller. Optional fields that are not shown are hidden; None shows all.
     """
     registry, is_nested = ConstructorRegistry(), False
 

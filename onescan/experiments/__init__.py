@@ -1,5 +1,5 @@
 """Train, evaluate and compare models: data, tasks, training, recipes, evaluation, reports.
 
-It requires ``pip install 'onescan[train]'``. The library, which is the rest of onescan, does not
-import it.
+It requires ``pip install 'onescan[train]'``. Only the command line, and `onescan` itself for
+`train` and `convert`, import it.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onescan.checkpoint.files import check_regular, writing
 
-LOCK = "lock"  # Windows lets no other process read it while it is locked
+LOCK = "lock"  # on Windows, no other process can read it while it is locked
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         ValueError: If another process holds the lock, or the lock file is a symbolic link.
-        OSError: If the folder cannot be written to, or its file system has no locks.
+        OSError: If the folder cannot be written to, or its file system does not support locks.
     """
     from filelock import FileLock, Timeout
 

@@ -31,7 +31,7 @@ class Checkpoint:
 
     folder: Path
     run: Mapping[str, Any]
-    """The section ``run`` of config.json, in JSON types: the configs of the model, the data, the
+    """The section ``run`` of config.json as JSON types: the configs of the model, the data, the
     task and the training. `onescan.experiments.training.run_config` reads it as a `RunConfig`."""
     model: nn.Module
     """On the CPU, in evaluation mode."""

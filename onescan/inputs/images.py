@@ -231,7 +231,7 @@ def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels
     if not path.exists():
         raise FileNotFoundError(f"there is no image file {path}")
     if not path.is_file():  # reading a pipe would block
-        raise ValueError(f"{path} is not an image file, nor any file")
+        raise ValueError(f"{path} is not an image file")
     try:
         return format.model_input(format.decode(path))
     except ValueError as error:

@@ -40,7 +40,7 @@ def pad_images(
         if image.ndim - 1 != axes or image.shape[0] != channels:
             raise ValueError(
                 f"images[{i}] has {image.ndim - 1} axes and {image.shape[0]} channels, expected "
-                f"{axes} axes and {channels} channels, as images[0]"
+                f"{axes} axes and {channels} channels, like images[0]"
             )
     multiples = (multiple,) * axes if isinstance(multiple, int) else tuple(multiple)
     if len(multiples) != axes:

@@ -80,7 +80,9 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     for begin in range(len(framed) - len(text) + 1):
         if framed[begin : begin + len(text)] == text:
             return framed[:begin], framed[begin + len(text) :]
-    raise ValueError(f"tokenizer {tokenizer.name!r} encodes a framed text differently")
+    raise ValueError(
+        f"tokenizer {tokenizer.name!r} encodes a text differently if it adds special tokens"
+    )
 
 
 def truncate_pair(first: Ids, second: Ids, length: int) -> tuple[Ids, Ids]:

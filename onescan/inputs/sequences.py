@@ -107,7 +107,7 @@ class RecallFormat(Format):
 
 
 def pad_tokens(sequences: Sequence[Ids]) -> tuple[Tokens, Keep]:
-    """Stack sequences of tokens, padded on the right, and a mask that is False for padding.
+    """Stack sequences of tokens, padded on the right; also return a mask, False for padding.
 
     >>> [part.tolist() for part in pad_tokens([np.array([7]), np.array([8, 9])])]
     [[[7, 0], [8, 9]], [[True, False], [True, True]]]

@@ -148,8 +148,8 @@ class Tokenizer(ABC):
         """Raise ValueError if a model with this vocabulary size lacks some tokens."""
         if self.size > vocab_size:
             raise ValueError(
-                f"tokenizer {self.name!r} has {self.size} tokens, but the model's vocabulary "
-                f"{vocab_size}: they do not match"
+                f"tokenizer {self.name!r} has {self.size} tokens, but the model's "
+                f"vocabulary has {vocab_size}: they do not match"
             )
 
     def stream(self, ids: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:

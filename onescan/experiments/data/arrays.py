@@ -39,7 +39,7 @@ from onescan.shapes import Labels
 Array = Shaped[np.ndarray, "N *_"]  # any type
 
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
-MAX_CHANNELS = 4  # an axis that is longer is not taken for channels
+MAX_CHANNELS = 4  # longer axes are not channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
 SIGNAL_AXES = 2  # of an example with channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
@@ -169,9 +169,9 @@ class ArrayDatasetConfig(DataConfig):
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
         """Infer the number of axes and the place of the channels from the shape of x.
 
-        A signal, with `axes` 1, has one axis. If x has shape [N, A, B], the shorter of A and B is
-        taken for the channels, or B if they are equal. In all other cases, an axis of up to 4
-        values is taken for them: the last one or else, before at least one more axis, axis 1.
+        If `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
+        channels, or B if they are equal. In all other cases, the channels are an axis of up to 4
+        values: the last one or else, before at least one more axis, axis 1.
 
         Args:
             given: "axes" and "channels_first" if these fields are to be kept.
@@ -205,7 +205,7 @@ class ArrayDatasetConfig(DataConfig):
             layout = "channels first" if channels_first else "channels last"
             if is_signal and "channels_first" not in given:
                 flag = "no-channels-first" if channels_first else "channels-first"
-                layout += f" (the shorter axis; otherwise, pass --data.{flag})"
+                layout += f" (the shorter axis; if wrong, pass --data.{flag})"
             return config, layout
         hint = "no axis of channels"
         if "axes" not in given and len(shape) > 1:

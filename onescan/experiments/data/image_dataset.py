@@ -519,7 +519,7 @@ def describe_images(data: ImageDataset) -> list[str]:
         )
     if stretched - 1 > SHARP:
         notes.append(
-            f"images are resized to another aspect ratio, by a factor of up to {stretched:.2f}; "
+            f"images are stretched to another aspect ratio, by a factor of up to {stretched:.2f}; "
             "--data.test-crop 1 crops them to the center instead"
         )
     return notes

@@ -43,7 +43,7 @@ def import_datasets(extra: str = "vision") -> ModuleType:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"data on disk or on a hub need datasets: pip install 'onescan[{extra}]'"
+            f"data on disk or on a hub requires datasets: pip install 'onescan[{extra}]'"
         ) from error
     return datasets
 

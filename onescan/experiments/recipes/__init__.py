@@ -38,7 +38,7 @@ class Recipe:
     """Summary in one line, the command that trains it, and notes."""
     config: Callable[[], RunConfig]
     infer: Infer | None = None
-    """Completes the config by the data: takes the config and the names of the options that the user
+    """Infers settings from the data: takes the config and the names of the options that the user
     gave, and returns the config and lines that describe it."""
     adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
     """Adapts the config to the options of `onescan train`, by dotted name, that determine the

@@ -17,7 +17,7 @@ from onescan.messages import named_type
 def import_file(file: str | Path) -> ModuleType:
     """Run a Python file as a module, after which `load` knows the config classes in it.
 
-    It can import the modules beside it, as with ``python FILE.py``.
+    It can import modules in its folder, as with ``python FILE.py``.
 
     Raises:
         ValueError: If the file does not exist, is not a Python file, or raises an error.

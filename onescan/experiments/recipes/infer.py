@@ -41,11 +41,11 @@ MAX_TOKENS = 256  # patches per example
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
-AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: text, left, right
+AUGMENT = AffineConfig(translate=0.2, scale=0.2, color_jitter=0.3)  # no flips: they mirror text
 MAX_SHOWN = 10  # names of classes
 MIN_LENGTH, MAX_LENGTH = 16, 512  # tokens of a text
 SAMPLED_TEXTS = 2_000  # to infer the length
-ROW, MIN_ROWS = 128, 64  # tokens of a row of a language model, and rows before rows get shorter
+ROW, MIN_ROWS = 128, 64  # tokens per row of text; with fewer rows, they get shorter
 HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
 EVALUATIONS = 10  # of denoisers and language models
 
@@ -55,7 +55,7 @@ class Scale:
     """How model size, batch size and epochs depend on the number of training examples."""
 
     sizes: tuple[tuple[int | float, int, int, int], ...]
-    """Number of examples below which a model has a width, a depth and a number of heads."""
+    """Rows (examples, width, depth, heads): the model for fewer than that many examples."""
     seen: int
     """Examples seen in training, over all epochs, if `epochs` permits."""
     epochs: tuple[int, int]
@@ -271,7 +271,7 @@ def _infer_rows(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list
 def _sized(
     run: RunConfig, splits: Any, shape: tuple[int, ...], channels: int, given: Collection[str]
 ) -> tuple[RunConfig, list[str]]:
-    """Choose model and training by the shape and number of the examples; describe the run."""
+    """Choose model and training from the shape and number of the examples; describe the run."""
     train, test, names = len(splits.train), len(splits.test), splits.class_names
     is_denoiser = isinstance(run.model, DenoiserConfig)
     patch_size = patches(shape, finest=is_denoiser)
@@ -298,7 +298,7 @@ def _sized(
 
 
 def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) -> RunConfig:
-    """Choose the model size, the batch size and the epochs by the number of training examples."""
+    """Choose model size, batch size and epochs from the number of training examples."""
     _, width, depth, heads = next(row for row in scale.sizes if train < row[0])
     run = _changed(run, {"model.width": width, "model.depth": depth}, given)
     width = run.model.width  # type: ignore[attr-defined]
@@ -351,8 +351,9 @@ def _replace(config: Any, path: list[str], value: Any) -> Any:
 def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
     """Choose patch sizes that divide the sizes of a grid and give at most `MAX_TOKENS` patches.
 
-    Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, 4 from 24 on,
-    unless `finest`. If none divides all axes, the axis with the most patches gets larger ones.
+    Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, and at least 4
+    from 24 values on, unless `finest`. If none divides all axes, the axis with the most patches
+    gets larger ones.
 
     >>> patches((48, 64)), patches((6, 9))
     ((4, 4), (1, 1))
@@ -377,7 +378,7 @@ def _holds_arrays(path: str) -> bool:
 
 
 def _has_classes(data: ImageDatasetConfig) -> bool:
-    """Return whether all training images are in subfolders, and there are several of them."""
+    """Return whether all training images are in subfolders, of which there are several."""
     source = find_source(data.path, data.name)
     if source.builder != "imagefolder" or source.files is None:
         return True
@@ -388,7 +389,7 @@ def _has_classes(data: ImageDatasetConfig) -> bool:
 
 
 def _halves(channels: int) -> dict[str, Any]:
-    """Return the constants that map pixels to -1 to 1, for denoisers."""
+    """Return the constants that map pixels to the range from -1 to 1, for denoisers."""
     return {"data.mean": (HALF,) * channels, "data.std": (HALF,) * channels}
 
 

@@ -137,7 +137,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
 
 
 def fit_to_data(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """Fit batch size and classes to the data of the user, the option data.path.
+    """Adapt the batch size and the number of classes to the data at `data.path`.
 
     Args:
         run: Config from `from_teacher`, with the user's changes.

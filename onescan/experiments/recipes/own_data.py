@@ -1,4 +1,4 @@
-"""The recipes for your own images, arrays and texts; `infer` completes them by the data."""
+"""Recipes for your own images, arrays and texts; `infer` infers their settings from the data."""
 
 import dataclasses
 
@@ -65,9 +65,10 @@ def signal_classifier() -> RunConfig:
 
     The .npz file, or a folder of .npy files, holds x of shape [N, samples], [N, channels, samples]
     or [N, samples, channels], and class indices y of shape [N]. The shorter axis is taken to be the
-    channels; otherwise, pass --data.channels-first or --data.no-channels-first. Examples with more
-    axes are video or volumes, whose channels are a last axis, else an axis 1, of size 4 or less;
-    --data.axes sets the number of axes. Settings are inferred and printed as for image_classifier.
+    channels; if that is wrong, pass --data.channels-first or --data.no-channels-first. For video
+    and volumes, the channels are the last axis if its size is 4 or less, else axis 1 if its size
+    is; --data.axes sets the number of axes without channels. Settings are inferred and printed as
+    for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
@@ -110,9 +111,9 @@ def image_denoiser() -> RunConfig:
     FOLDER contains CLASS/IMAGE, as for image_classifier, or images without classes. With two or
     more classes, the model generates images of a requested class (onescan sample --labels). Whole
     images are resized to at most 32 pixels; --data.image-size 64 64 makes them larger. Needs pip
-    install 'onescan[generation]'. Classes, channels, sizes, patches, batch size, epochs and model
-    size that are not given as options are inferred and printed. --task.augment.flip 0.5 mirrors
-    half of the training images.
+    install 'onescan[train,vision,generation]'. Classes, channels, sizes, patches, batch size,
+    epochs and model size that are not given as options are inferred and printed.
+    --task.augment.flip 0.5 mirrors half of the training images.
     """
     return RunConfig(
         name="image_denoiser",
@@ -160,8 +161,8 @@ def masked_language_model() -> RunConfig:
     onescan train masked_language_model --data.path FILE
     onescan fill runs/masked_language_model/seed-0 "To be or not to [MASK]."
 
-    FILE is text as for language_model, and settings are inferred in the same way. A tokenizer
-    (--data.tokenizer) needs a mask token.
+    FILE is text as for language_model, and settings are inferred in the same way. The tokenizer
+    (--data.tokenizer) must have a mask token.
     """
     return _text_model("masked_language_model", SMALL_MLM, SMALL_MASKS)
 
@@ -174,9 +175,6 @@ def _text_model(name: str, model: ModelConfig, task: TaskConfig) -> RunConfig:
         model=model,
         training=dataclasses.replace(SMALL_TRAINING, steps=None),
     )
-
-
-# Reading a sample of the data
 
 
 RECIPES = {

@@ -69,7 +69,7 @@ class ImageClassificationConfig(TaskConfig):
         for name in ("augment_repeats", "evaluation_batch_size"):
             check_positive(**{f"task.{name}": getattr(self, name)})
         if len(data.class_names) < MIN_CLASSES:
-            raise ValueError("the data has one class, expected two or more to classify")
+            raise ValueError("the data has one class, expected at least two")
         if self.teacher is None and self.distillation != DistillationConfig():
             raise ValueError("task.distillation is set, but task.teacher is None, expected one")
         if self.teacher is not None and not isinstance(data, ImageSplits):

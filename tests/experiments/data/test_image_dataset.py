@@ -605,7 +605,7 @@ def test_conversions_are_counted(tmp_path):
         "2 of 11 training images have several frames or pages, of which the first is read",
         "1 of 11 training images are converted from CMYK to RGB",
         "1 of 11 training images are turned upright by their EXIF orientation",
-        "images are resized to another aspect ratio, by a factor of up to 2.00; "
+        "images are stretched to another aspect ratio, by a factor of up to 2.00; "
         "--data.test-crop 1 crops them to the center instead",
     }
     grey = build(tmp_path, **{**GREY, "test_crop": 1.0}).notes

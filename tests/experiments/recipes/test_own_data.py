@@ -104,7 +104,7 @@ def test_arrays_of_any_axes(tmp_path, shape):
         ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
         ((3, 3), {}, (1, False, (3,), 3), "channels last"),
         ((6, 300), {}, (1, True, (300,), 6), "300 values, 6 channels, channels first .the shorter"),
-        ((300, 12), {}, (1, False, (300,), 12), "otherwise, pass --data.channels-first"),
+        ((300, 12), {}, (1, False, (300,), 12), "if wrong, pass --data.channels-first"),
         ((300, 12), {"data.axes": 1}, (1, False, (300,), 12), "channels last"),
         ((6, 300), {"data.axes": 2}, (2, False, (6, 300), 1), "no axis of channels"),
         ((6, 300), {"data.channels_first": False}, (1, False, (6,), 300), "channels last$"),
@@ -383,7 +383,7 @@ def test_a_denoiser_without_classes(tmp_path, layout):
     task = run.build_task()
     batch = task.train.read([Example(0), Example(1)]).batch
     task.loss(run.model.build(), task.corrupt(task.augment(batch, 0), 0))
-    with pytest.raises(ValueError, match="the data has one class, expected two or more"):
+    with pytest.raises(ValueError, match="the data has one class, expected at least two"):
         replace(run, {"task": ImageClassificationConfig()}).build_task()
 
 
