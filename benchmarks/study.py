@@ -135,7 +135,7 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
     found = checked_results(results)
     runs = queue.queue(found)
     left = [each for each in runs if each.name not in found]
-    print(f"{len(runs) - len(left)} of {len(runs)} runs are finished; third seeds may be added\n")
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are finished\n")
     rows = [["runs", "done", "left", "CPU minutes per run"]]
     groups: dict[tuple[str, str], list[StudyRun]] = defaultdict(list)
     for each in runs:

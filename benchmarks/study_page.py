@@ -42,8 +42,8 @@ second writes this page and its figures from these files.
     PYTHONPATH=. python benchmarks/study.py run --data FOLDER
     PYTHONPATH=. python benchmarks/study.py table
 
-Finished runs: {count} of {total}, to which third seeds may be added. They took {hours:.1f} CPU
-hours, each on one thread of {machines}.
+Finished runs: {count} of {total}, and a third seed for each claim that two seeds leave open. They
+took {hours:.1f} CPU hours, each on one thread of {machines}.
 """
 
 
