@@ -47,6 +47,15 @@ def closest(value: object, choices: Sequence[str], *, count: int = 1) -> str:
     return f" (perhaps you meant {' or '.join(map(repr, near))})" if near else ""
 
 
+def missing_package(what: str, package: str, extra: str) -> ImportError:
+    """Return the error for a package that is not installed, and the extra to install.
+
+    >>> missing_package("writing ONNX", "onnx", "export")
+    ImportError("writing ONNX needs onnx: pip install 'onescan[export]'")
+    """
+    return ImportError(f"{what} needs {package}: pip install 'onescan[{extra}]'")
+
+
 def named_type(value: object) -> str:
     """Return the name of a value's type with its article.
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -159,12 +161,35 @@ class _RejectedError(Exception):
 
 
 def _rules(shown: Collection[str] | None) -> ConstructorRegistry:
-    """Return tyro's rules with three changes to those for dataclasses.
+    """Return tyro's rules with three changes to those for dataclasses, and one to those for values.
 
     Line breaks of docstrings are removed, empty defaults are omitted, and errors of a config reach
-    the caller. Optional fields that are not shown are hidden; None shows all.
+    the caller. Optional fields that are not shown are hidden; None shows all. Errors about a value
+    name the expected type in the words of the help text.
     """
     registry, is_nested = ConstructorRegistry(), False
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        nonlocal is_nested
+        if is_nested:
+            return None
+        is_nested = True
+        try:
+            spec = ConstructorRegistry.get_primitive_spec(info)
+        finally:
+            is_nested = False
+        if not isinstance(spec, PrimitiveConstructorSpec):
+            return None
+
+        def convert(words: list[str]) -> Any:
+            try:
+                return spec.instance_from_str(words)
+            except ValueError:
+                expected = spec.metavar.replace("{None}", "None").replace("|", " or ")
+                raise ValueError(f"got {' '.join(words)!r}, expected {expected}") from None
+
+        return dataclasses.replace(spec, instance_from_str=convert)
 
     @registry.struct_rule
     def _(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -221,6 +246,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     '--training.batch-size is 0'
     >>> name_flags("width is 0", ["train", "digits", "--model.width", "0"])
     '--model.width is 0'
+    >>> name_flags("pass overwrite=True", ["train", "digits"])
+    'pass --overwrite'
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
@@ -231,10 +258,10 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
         message = re.sub(named, shown, message)
         end = field.rpartition(".")[2]
         if ends.count(end) == 1:
-            message = re.sub(rf"^{end}(?= (?:is|has|contains|without)\b)", shown, message)
+            message = re.sub(rf"^{end}(?= (?:(?:is|has|contains|without)\b|\d))", shown, message)
             if "_" in end:  # not a word of the message
-                message = re.sub(rf"(?<![\w.'\"/-]){end}(?= \d)", shown, message)
-    return message
+                message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
+    return message.replace("overwrite=True", "--overwrite")
 
 
 def metric_label(name: str) -> str:

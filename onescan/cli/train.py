@@ -107,7 +107,6 @@ def train(argv: Argv) -> None:
             say(line)
         for run, seed in zip(runs, seeds, strict=True):
             folder = out / f"seed-{seed}"
-            say(f"{run.name}, seed {seed}, in {folder}")
             results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
     say(_results(results))
     if ranks.is_first:
@@ -165,6 +164,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.experiments.recipes import find_recipe
     from onescan.experiments.recipes.files import import_file
+    from onescan.experiments.recipes.mixers import check_mixer_options, with_mixer
     from onescan.experiments.training.folder import read_manifest
 
     if argv[0] != "--config":
@@ -173,9 +173,8 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
         if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
             run = recipe.adapt(run, given)
         if mixer := given.get("model.mixer"):
-            from onescan.experiments.recipes.mixers import with_mixer
-
             run, argv = with_mixer(run, mixer), _without("--model.mixer", argv)
+        check_mixer_options(run, given)
         return run, name, recipe, argv[1:]
     file = Path(argv[1] if argv[1:] else "")
     folder = file if file.is_dir() else file.parent
@@ -276,8 +275,7 @@ def _fine_tune(
     from onescan.experiments.training import train as train_run
 
     results: dict[GlueTask, dict[float, list[RunResult]]] = {}
-    for task, seed, config, folder in runs:
-        say(f"{task}, seed {seed}, in {folder}, initialized from {config.init_from}")
+    for task, _, config, folder in runs:
         result = train_run(config, folder, overwrite=overwrite, progress=True)
         say(_results([result]))
         by_rate = results.setdefault(task, {})

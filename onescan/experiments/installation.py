@@ -2,6 +2,8 @@
 
 from importlib.util import find_spec
 
+from onescan.messages import missing_package
+
 TRAIN = {  # name of each package, and of the module to import
     "scikit-learn": "sklearn",
     "scipy": "scipy",
@@ -22,7 +24,7 @@ def require_train(what: str) -> None:
     """
     missing = [name for name, module in TRAIN.items() if not _is_installed(module)]
     if missing:
-        raise ImportError(f"{what} needs {', '.join(missing)}: pip install 'onescan[train]'")
+        raise missing_package(what, ", ".join(missing), "train")
 
 
 def _is_installed(module: str) -> bool:

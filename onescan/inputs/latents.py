@@ -9,6 +9,7 @@ from typing import Any
 
 from onescan.checks import HUB_NAME, check_positive, in_a_line
 from onescan.inputs.format import Format
+from onescan.messages import missing_package
 from onescan.shapes import Images
 
 
@@ -63,9 +64,7 @@ def load_vae(name: str) -> Any:
         from diffusers import AutoencoderKL
         from diffusers.utils import logging
     except ImportError as error:
-        raise ImportError(
-            "the VAE of latents needs diffusers: pip install 'onescan[generation]'"
-        ) from error
+        raise missing_package("the VAE of latents", "diffusers", "generation") from error
     place = Path(name).expanduser()
     if not place.is_dir() and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"vae is {name!r}: there is no such folder")

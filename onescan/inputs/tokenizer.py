@@ -29,7 +29,7 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
 from onescan.inputs.format import Format
-from onescan.messages import named_type
+from onescan.messages import missing_package, named_type
 from onescan.shapes import Tokens
 
 Ids = NDArray[np.unsignedinteger]  # of one text
@@ -328,7 +328,11 @@ class PretrainedTokenizer(Tokenizer):
         return ids or super().begin("")
 
     def format_token(self, token: int) -> str:
-        return self.decode([token]).strip() or str(self.tokenizer.convert_ids_to_tokens(token))
+        text = self.decode([token])
+        raw = str(self.tokenizer.convert_ids_to_tokens(token))
+        if text.isspace() or raw in SPACES:
+            return repr(text or " ")
+        return text.strip() or raw
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._clean(self._decode(ids))
@@ -396,9 +400,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError(
-            f"tokenizer {name!r} needs transformers, which is missing: pip install 'onescan[text]'"
-        ) from error
+        raise missing_package(f"tokenizer {name!r}", "transformers", "text") from error
     path = Path(name)
     place = path.parent if path.name == "tokenizer.json" else path
     try:

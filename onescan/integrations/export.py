@@ -23,7 +23,7 @@ from onescan.checks import check_choice, check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
-from onescan.messages import named_type
+from onescan.messages import missing_package, named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
@@ -328,7 +328,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError("writing ONNX needs the extra: pip install 'onescan[export]'") from error
+        raise missing_package("writing ONNX", "onnx and onnxscript", "export") from error
     with warnings.catch_warnings():  # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return torch.onnx.export(

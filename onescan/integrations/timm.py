@@ -15,7 +15,9 @@ import torch
 try:
     from timm.models import build_model_with_cfg, register_model
 except ModuleNotFoundError as error:
-    raise ImportError("the models of timm need timm: pip install 'onescan[timm]'") from error
+    from onescan.messages import missing_package
+
+    raise missing_package("onescan.integrations.timm", "timm", "timm") from error
 from torch import Tensor, nn
 from torch.fx import Proxy
 

@@ -274,9 +274,7 @@ def test_another_run_is_refused_with_the_differences(tmp_path):
         train(other, tmp_path)
     assert "name is 'tiny' in the folder and 'b' in this run" in str(caught.value)
     assert "model.width is 6 in the folder and 5 in this run" in str(caught.value)
-    assert ", and 1 more; choose another folder, or pass overwrite (--overwrite)" in str(
-        caught.value
-    )
+    assert ", and 1 more; choose another folder, or pass overwrite=True to" in str(caught.value)
     assert train(tiny_run(steps=2), tmp_path).reused
 
 

@@ -546,6 +546,7 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
     argv = ["train", "digits", *SMALL, "--training.batch-size", "16", "--out", runs]
     before = (runs / "seed-0" / "model.safetensors").read_bytes()
     assert_fails(capsys, argv, "training.batch-size is 32 in the folder and 16 in this run")
+    assert_fails(capsys, argv, "choose another folder, or pass --overwrite to remove the run in it")
     assert (runs / "seed-0" / "model.safetensors").read_bytes() == before
 
 
@@ -564,6 +565,10 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
         (["show", "x"], "recipe 'x' is unknown; `onescan recipes` lists all recipes"),
         (["train"], "RECIPE is missing usage: onescan train RECIPE"),
         (["evaluate"], "CHECKPOINT"),
+        (
+            ["train", "wikitext2_mlm_ldn", "--task.supervised-blocks", "9"],
+            "--task.supervised-blocks is 9, expected 1 to 8, the depth of the model",
+        ),
         (["generate", "x", "--top-p", "2"], "--top-p is 2.0, expected"),
         (["evaluate", "zoo/digits_lightnet", "--samples", "9"], "--samples is 9, expected"),
         (
@@ -598,6 +603,17 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--model.width", "0"], "--model.width is 0, expected"),
         (["--model.image-size", "7", "8"], "--model.image-size is (7, 8), expected multiples"),
         (["--model.num-classes", "3"], "model.num_classes"),
+        (
+            ["--model.width", "32", "--model.mixer.num-heads", "6"],
+            "--model.width 32 is not a multiple of --model.mixer.num-heads 6",
+        ),
+        (["--model.image-size", "9"], "expected 1, as in --model.image-size (9,)"),
+        (
+            ["--model.mixer", "softmax", "--model.mixer.gate-activation", "silu"],
+            "--model.mixer.gate-activation is 'silu', but the model's mixer has no such setting; "
+            "these have: lightnet",
+        ),
+        (["--training.steps", "ten"], "--training.steps: got 'ten', expected None or INT"),
         (["--model.channels", "3"], "1 channels"),
         (["--model.widht", "64"], "--model.width"),
         (["--model.width", "wide"], "wide"),

@@ -13,7 +13,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.tags, self.texts, self.cells, self.in_cell = [], [], [], False
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))  # optional line breaks
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))

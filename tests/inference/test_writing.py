@@ -75,6 +75,10 @@ def test_a_prompt_begins_with_the_tokenizers_special_tokens():
 def test_tokens_are_formatted():
     assert [ByteTokenizer().format_token(i) for i in (97, 32, 10)] == ["a", "' '", r"'\n'"]
     assert words().format_token(4) == "[MASK]"
+    pairs = PretrainedTokenizer("pairs", byte_level_bpe())
+    space, line_break = pairs.tokenizer.convert_tokens_to_ids(["\u0120", "\u010a"])
+    assert pairs.format_token(space) == "' '"
+    assert pairs.format_token(line_break) == r"'\n'"
 
 
 def test_ids_beyond_the_tokenizer_are_not_generated():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 from torch.nn.functional import pad as pad_sides
 
+from onescan.messages import missing_package
 from onescan.shapes import Grids, Images
 
 PerImage = Float[Tensor, " B"]
@@ -201,10 +202,8 @@ class DeitAugmentConfig(AugmentConfig):
             if names:
                 import kornia  # noqa: F401 - check that it is installed
         except ImportError as error:
-            raise ImportError(
-                f"task.augment.{names[0]} is {getattr(self, names[0])}, which needs kornia: "
-                "pip install 'onescan[vision]'"
-            ) from error
+            what = f"task.augment.{names[0]} is {getattr(self, names[0])}, which"
+            raise missing_package(what, "kornia", "vision") from error
         return DeitAugment(self)
 
 

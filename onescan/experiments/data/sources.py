@@ -19,7 +19,7 @@ from urllib.request import getproxies
 from onescan.checks import HUB_NAME
 from onescan.experiments.data.base import HELD_OUT, SPLITS, listed
 from onescan.inputs.image_files import is_image_name
-from onescan.messages import printable
+from onescan.messages import missing_package, printable
 
 Chosen = dict[str, str]  # the split in each role, "train" and "test"
 
@@ -42,9 +42,7 @@ def import_datasets(extra: str = "vision") -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"data on disk or on a hub requires datasets: pip install 'onescan[{extra}]'"
-        ) from error
+        raise missing_package("data on disk or on a hub", "datasets", extra) from error
     return datasets
 
 

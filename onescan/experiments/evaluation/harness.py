@@ -8,6 +8,7 @@ from onescan import __version__
 from onescan.experiments.evaluation.config import TASK_SETS, TasksConfig, short_name
 from onescan.experiments.training.distributed import Ranks, choose_device
 from onescan.inference.loading import load_language_model
+from onescan.messages import missing_package
 
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples")  # entries of lm-eval's results
 
@@ -123,5 +124,5 @@ def _import_lm_eval() -> ModuleType:
     try:
         import lm_eval
     except ImportError as error:
-        raise ImportError("tasks need lm-eval: pip install 'onescan[eval]'") from error
+        raise missing_package("evaluating tasks", "lm-eval", "eval") from error
     return lm_eval

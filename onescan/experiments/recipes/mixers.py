@@ -64,6 +64,34 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
     return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": new}))
 
 
+def check_mixer_options(run: RunConfig, given: Mapping[str, str]) -> None:
+    """Raise ValueError for an option that the run's mixer lacks; names the mixers that have it.
+
+    Args:
+        run: The run.
+        given: Values by dotted name, such as "model.mixer.num_heads".
+    """
+    for option, value in given.items():
+        having = [name for name, mixer in NAMED_MIXERS.items() if _has(mixer, option)]
+        if having and not _has(getattr(run.model, "mixer", None), option):
+            raise ValueError(
+                f"{option} is {value!r}, but the model's mixer has no such setting; these have: "
+                f"{', '.join(having)}"
+            )
+
+
+def _has(mixer: MixerConfig | None, option: str) -> bool:
+    """Whether a mixer has an option, such as "model.mixer.decay.lower_bound"."""
+    prefix, config = "model.mixer.", mixer
+    if not option.startswith(prefix):
+        return False
+    for name in option.removeprefix(prefix).split("."):
+        if name not in getattr(config, "__dataclass_fields__", ()):
+            return False
+        config = getattr(config, name)
+    return True
+
+
 def _attention_of(old: MixerConfig) -> MixerConfig:
     if isinstance(old, HybridMixerConfig):
         old = old.for_layer(old.offset % old.period)

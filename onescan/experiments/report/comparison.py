@@ -262,9 +262,9 @@ def _check_distinct(runs: list[FinishedRun]) -> None:
 
 def _check_task(a: FinishedRun, b: FinishedRun) -> None:
     folders = f"{a.result.folder} and {b.result.folder}"
-    tasks = [type(run.manifest.run.task).__name__ for run in (a, b)]
-    if tasks[0] != tasks[1]:
-        raise ValueError(f"{folders} are runs of different tasks, {tasks[0]} and {tasks[1]}")
+    one, other = a.manifest.run, b.manifest.run
+    if type(one.task).__name__ != type(other.task).__name__:
+        raise ValueError(f"{folders} are runs of different tasks: {one.name} and {other.name}")
     if a.manifest.class_names != b.manifest.class_names:
         raise ValueError(f"{folders} are runs of different tasks: their classes differ")
 

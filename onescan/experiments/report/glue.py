@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from onescan.experiments.data.glue import PROBLEMS, GlueTask
+from onescan.experiments.evaluation.config import short_name
 from onescan.experiments.recipes.glue import GLUE
 from onescan.experiments.report.format import duration, metric_name, plain_table, plural
 from onescan.experiments.report.page import (
@@ -187,7 +188,7 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
     write_json(folder / SUMMARY, outcome.to_dict())
     page = Page(
         kind="GLUE",
-        title=f"{outcome.checkpoint} on {tasks}",
+        title=f"{short_name(outcome.checkpoint)} on {tasks}",
         lead=f"A masked language model, fine-tuned on {tasks} of GLUE with {seeds}, by the recipe "
         f"{GLUE[outcome.recipe].title} ({GLUE[outcome.recipe].source})."
         + (f" {chosen_note(outcome)}" if outcome.tried else ""),

@@ -1,5 +1,6 @@
 """Render self-contained HTML pages from one template, and write them to files."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -8,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from onescan.checkpoint.files import write_atomically
 
@@ -134,6 +135,17 @@ def fragment(macro: str, *args: Any, **kwargs: Any) -> Markup:
     return html
 
 
+def breakable(text: str) -> Markup:
+    """Allow line breaks after underscores and slashes, where browsers do not break lines.
+
+    >>> breakable("digits_lightnet/seed-0"), breakable("images/s")
+    (Markup('digits_<wbr>lightnet/<wbr>seed-0'), Markup('images/s'))
+    """
+    return Markup(
+        re.sub(r"(<[^>]*>)|([_/](?=\w\w))", lambda m: m[1] or f"{m[2]}<wbr>", escape(text))
+    )
+
+
 def best(text: str) -> Markup:
     """Mark a number as the best of its column or row."""
     return Markup('<b class="best">{}</b>').format(text)
@@ -187,6 +199,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["colors"] = COLORS
+    environment.filters["breakable"] = breakable
     return environment
 
 

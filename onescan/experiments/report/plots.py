@@ -356,16 +356,18 @@ def label_ends(
     """
     to_axes = axes.transScale + axes.transLimits
     placed = [(*to_axes.transform((x, y)), name, color) for x, y, name, color in ends]
-    margin = sorted((end for end in placed if end[0] > NEAR_EDGE), key=lambda end: end[1])
-    for height, (_, _, name, color) in zip(
-        _separate([end[1] for end in margin], gap), margin, strict=True
-    ):
-        axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
-    for x, y, name, color in placed:
-        if x <= NEAR_EDGE:
+    placed.sort(key=lambda end: end[1])
+    margin = [end for end in placed if end[0] > NEAR_EDGE]
+    inside = [end for end in placed if end[0] <= NEAR_EDGE]
+    for group in (margin, inside):
+        heights = _separate([end[1] for end in group], gap)
+        for height, (x, _, name, color) in zip(heights, group, strict=True):
+            if group is margin:
+                axes.text(1.03, height, name, color=color, transform=axes.transAxes, va="center")
+                continue
             axes.annotate(
                 name,
-                (x, y),
+                (x, height),
                 xycoords="axes fraction",
                 xytext=(0, 5),
                 textcoords="offset points",

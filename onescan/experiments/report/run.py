@@ -131,7 +131,7 @@ def page_title(group: RunGroup) -> str:
     path = getattr(group.config.data, "path", None)
     if not path or base not in RECIPES or path == getattr(find_recipe(base)().data, "path", None):
         return name
-    return f"{name} on {Path(path).name}"
+    return f"{name} on {Path(path).resolve().name}"
 
 
 def _lead(group: RunGroup) -> str:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from onescan.configs import ModelConfig
 from onescan.experiments.data import DataSet, DataState, Example, batched
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.inputs import Format
@@ -221,3 +222,7 @@ class TaskConfig(ABC):
     @abstractmethod
     def build(self, data: Any) -> Task:
         """Build the task for the output of `DataConfig.build`."""
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError if a setting of the task does not fit the model."""
+        del model

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
+from onescan.configs import ModelConfig
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.experiments.data.text import TextSplits
 from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
@@ -148,6 +149,14 @@ class MaskedLanguageModellingConfig(TaskConfig):
         if data.tokenizer.mask is None:
             raise ValueError(f"data.tokenizer {data.tokenizer.name!r} has no mask")
         return MaskedLanguageModelling(self, data)
+
+    def check_model(self, model: ModelConfig) -> None:
+        count = self.supervised_blocks
+        depth = getattr(model, "depth", count)
+        if count > depth:
+            raise ValueError(
+                f"task.supervised_blocks is {count}, expected 1 to {depth}, the depth of the model"
+            )
 
 
 class MaskedLanguageModelling(Task):

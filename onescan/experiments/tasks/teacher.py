@@ -16,7 +16,7 @@ from onescan.checkpoint.weights import load_model
 from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig, from_dict
 from onescan.inputs import Format, ImageFormat
-from onescan.messages import named_type
+from onescan.messages import missing_package, named_type
 from onescan.models.denoiser import Denoiser
 from onescan.shapes import Images, Logits
 
@@ -149,10 +149,8 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
 
         import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
-        raise ImportError(
-            f"{field} is {name!r}, which is not a run; loading it as a classifier of transformers "
-            "requires: pip install 'onescan[text]'"
-        ) from error
+        what = f"{field} is {name!r}, which is not a run; loading it as a classifier"
+        raise missing_package(what, "transformers", "text") from error
     try:
         model = AutoModelForImageClassification.from_pretrained(
             place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False

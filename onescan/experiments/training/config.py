@@ -219,10 +219,11 @@ class RunConfig:
     machine: MachineConfig = field(default_factory=MachineConfig)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a name that is not a relative path, such as digits/without_tpe."""
+        """Raise ValueError for a name that is not a relative path, or settings that do not fit."""
         path = Path(self.name) if isinstance(self.name, str) else Path()
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
+        self.task.check_model(self.model)
         if self.transfer is not None and self.init_from is None:
             raise ValueError("transfer is set, but init_from is None, expected a teacher")
         if self.transfer is not None and self.machine.fsdp:

@@ -362,7 +362,7 @@ def _check_same_run(folder: Path, there: Manifest, run: RunConfig) -> None:
     more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
     raise ValueError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
-        "or pass overwrite (--overwrite) to remove the run in it"
+        "or pass overwrite=True to remove the run in it"
     )
 
 

@@ -543,6 +543,7 @@ class Loop:
         per_epoch = "" if first else f" of {plan.per_epoch:,}"
         about = precision_note(settings.precision, self.precision, self.device)
         return (
+            f"folder: {printable(self.folder)}\n"
             f"model: {name}, {parameters:,} parameters\n"
             f"data: {len(task.train):,} training and {len(task.test):,} test {task.unit}, "
             f"input shape {[*batch[0].shape[1:]]}\n"

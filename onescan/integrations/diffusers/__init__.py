@@ -2,8 +2,10 @@
 
 from importlib.util import find_spec
 
+from onescan.messages import missing_package
+
 if find_spec("diffusers") is None:
-    raise ImportError("generating images needs diffusers: pip install 'onescan[generation]'")
+    raise missing_package("generating images", "diffusers", "generation")
 
 from onescan.integrations.diffusers.loading import load_pretrained
 from onescan.integrations.diffusers.pipeline import (

@@ -279,7 +279,7 @@ def test_rejects_runs_that_do_not_compare(runs, tmp_path):
         ([], "runs is empty"),
         ([tmp_path], "neither config.json nor folders seed-"),
         ([*runs, runs[0] / "seed-1"], "hold the same run, seed 1"),
-        ([runs[0], task], "different tasks, ImageClassificationConfig and OtherTaskConfig"),
+        ([runs[0], task], "different tasks: tiny and a <b> & wide"),
     ):
         with pytest.raises(ValueError, match=message):
             comparison_table(paths)

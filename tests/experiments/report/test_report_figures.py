@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page, charts
+from matplotlib import figure
 from projections import parts_of
 from report_runs import HOSTILE, LDN, LIGHTNET, LION, PatternsConfig, model, run_config
 
 from onescan.experiments.data import LabelledSequence, SequenceList, SequenceSplits
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.report import decays, diffusion, mixers
+from onescan.experiments.report.plots import label_ends
 from onescan.experiments.report.runs import read_run_group
 from onescan.experiments.tasks import (
     LanguageModellingConfig,
@@ -444,3 +446,10 @@ def test_sections_that_do_not_apply_say_why(group, section, config):
     result = section(with_model(group, config.build()))
     assert not result.figures
     assert result.lead.startswith("Not shown: ")
+
+
+def test_names_of_lines_that_end_at_the_same_place_are_moved_apart():
+    axes = figure.Figure().subplots()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    label_ends(axes, [(x, 0.5, "name", "black") for x in (0.4, 0.45, 0.5)], gap=0.1)
+    assert [text.xy[1] for text in axes.texts] == pytest.approx([0.5, 0.6, 0.7])

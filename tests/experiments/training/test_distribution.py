@@ -138,7 +138,7 @@ CLI = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.dep
 
 def test_only_rank_0_prints(tmp_path):
     done = torchrun(*CLI, str(tmp_path / "runs"))
-    assert done.stdout.count("digits, seed 0, in") == done.stdout.count("report: ") == 1
+    assert done.stdout.count("report: ") == done.stderr.count("folder: ") == 1
     assert done.stdout.count("test accuracy") == 1
     assert done.stderr.count("model: ImageClassifier, ") == 1
     assert done.stderr.count("batch size: 32, 2 processes") == 1

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from onescan.experiments.data.text.corpus import character_bar, encode_documents, split_text
 from onescan.inputs.tokenizer import PretrainedTokenizer
+from onescan.messages import missing_package
 
 END, MASK = "<end>", "[MASK]"
 MIN_VOCAB_SIZE = 258  # those two, and 256 bytes
@@ -85,9 +86,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError(
-            "training a tokenizer needs transformers, which is missing: pip install 'onescan[text]'"
-        ) from error
+        raise missing_package("training a tokenizer", "transformers", "text") from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
