@@ -110,6 +110,7 @@ def additive_decay(
             group, a rank ends within a block or, on a CPU, an argument holds NaN or an infinity
             that causes NaN.
 
+    >>> import torch
     >>> q = k = torch.zeros(1, 3, 1, 1)
     >>> v = torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
     >>> additive_decay(q + 1, k, v)[0].flatten().tolist()  # mean, since all keys are equal

@@ -125,6 +125,7 @@ def decay_attention(
             asks for decay_at="symmetric" or a causal_block, chunk_size or causal_block is below 1,
             cu_seqlens is invalid or, on a CPU, log_decay is positive or an argument holds NaN.
 
+    >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
     >>> v = torch.tensor([8.0, 4.0, 2.0]).reshape(1, 3, 1, 1)
     >>> half = torch.tensor([0.5]).log()
