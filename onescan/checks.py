@@ -1,5 +1,6 @@
 """Argument checks. Error messages name the argument, its value and the expected value."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from numbers import Integral
@@ -136,20 +137,6 @@ def check_floating(**tensors: Any) -> None:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected a floating point type")
 
 
-def check_sequence_options(*, causal: Any, keep: Any, chunk_size: Any) -> None:
-    """Check the options shared by all ops over sequences.
-
-    >>> check_sequence_options(causal=True, keep=None, chunk_size=0.5)
-    Traceback (most recent call last):
-    ValueError: chunk_size is 0.5, expected a whole number of at least 1
-    """
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, expected True or False")
-    if isinstance(keep, Tensor) and keep.dtype != torch.bool:
-        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
-    check_whole(1, chunk_size=chunk_size)
-
-
 def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> None:
     """Raise ValueError if token ids have the wrong type or, on a CPU, are outside the vocabulary.
 
@@ -224,21 +211,18 @@ def is_plain(tensor: Tensor) -> bool:
     return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def nan_probe(o: Tensor, *summed: Tensor) -> Tensor:
-    """Return a small tensor that is NaN if o or the sum of another tensor contains NaN."""
-    return sum((x.detach().sum() for x in summed), start=o[..., 0].detach().sum())
+def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
+    """Raise an error that names the argument with NaN or infinity, if a result contains NaN.
 
-
-def check_no_nan(result: Tensor, **arguments: Tensor | None) -> None:
-    """Raise an error that names the argument with NaN or infinity, if `result` contains NaN.
-
-    The check is cheap, because `result` is a small tensor that depends on all arguments, such as
-    the output of `nan_probe`. It is skipped if `can_look_at_values` returns False.
+    Only sums of the results are read, so these should depend on all arguments. The check is skipped
+    if `can_look_at_values` returns False.
 
     Raises:
-        ValueError: If `result` contains NaN, and an argument contains NaN or infinity.
+        ValueError: If a result contains NaN, and an argument contains NaN or infinity.
     """
-    if not can_look_at_values(result) or not bool(torch.isnan(result.detach().sum())):
+    if not all(can_look_at_values(x) for x in results):
+        return
+    if not any(math.isnan(x.detach().sum().item()) for x in results):
         return
     for what, holds in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         for name, tensor in arguments.items():
@@ -286,11 +270,11 @@ def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:
     )
 
 
-def named_state_tensors(states: tuple[Any, Any], *, causal: bool) -> dict[str, Tensor]:
+def named_state_tensors(states: tuple[Any, ...], *, causal: bool) -> dict[str, Tensor]:
     """Return the tensors of the states by the names used in errors, such as state.forward.kv."""
     return {
         f"state.{field}" if causal else f"state.{direction}.{field}": tensor
-        for direction, state in zip(("forward", "backward"), states, strict=True)
+        for direction, state in zip(("forward", "backward"), states, strict=False)
         if state is not None
         for field, tensor in state._asdict().items()
     }

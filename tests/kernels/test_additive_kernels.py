@@ -20,11 +20,18 @@ from kernel_device import (
     over_dtypes,
     over_seeds,
 )
+from op_checks import key_of
 from pairwise import pairwise
 
 from onescan.kernels.chips import widest_causal_head
 from onescan.layers.mixers.lightnet import LightNetMixerConfig
-from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, choose, reference
+from onescan.ops.additive_decay import (
+    ADDITIVE_DECAY,
+    AdditiveDecayState,
+    additive_decay,
+    reference,
+)
+from onescan.ops.additive_decay.op import Inputs, Options
 from onescan.ops.backend import chip_of, name_of, preferred_backend, use_backend
 from onescan.ops.lrpe import lrpe_angles, lrpe_frequencies
 from onescan.ops.numerics import LOG_ZERO
@@ -512,15 +519,21 @@ def test_unsupported_inputs_are_refused():
         additive_decay(x, x, x, form="full", backend="triton")
 
 
+def chosen(x, form="auto", backend="auto", *, v=None, carried=(), causal=False):
+    tensors = Inputs(x, x, x if v is None else v, None)
+    options = Options("identity", 64)
+    return key_of(ADDITIVE_DECAY, tensors, options, form, backend, carried=carried, causal=causal)
+
+
 def test_decoding_under_auto_takes_the_step_where_no_gradient_is_wanted():
     x = torch.randn(1, 1, 1, 4).to(DEVICE)
     with use_backend("triton"):
-        assert choose("auto", "auto", x, x, x, causal=True) == (True, "recurrent", "triton")
+        assert chosen(x, causal=True) == ("causal", "recurrent", "triton")
         wants = x.clone().requires_grad_()
-        assert choose("auto", "auto", x, x, wants, causal=True) == (True, "chunk", "triton")
-        assert choose("auto", "auto", x, x, x, None, wants, causal=True)[1] == "chunk"
+        assert chosen(x, v=wants, causal=True) == ("causal", "chunk", "triton")
+        assert chosen(x, carried=(wants,), causal=True).form == "chunk"
         with torch.no_grad():
-            assert choose("auto", "auto", x, x, wants, causal=True)[1] == "recurrent"
+            assert chosen(x, v=wants, causal=True).form == "recurrent"
 
 
 def test_derivatives_that_kernels_lack_are_left_to_torch_or_refused():
@@ -559,13 +572,12 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
 def test_auto_is_torch_until_a_backend_is_preferred(monkeypatch):
     monkeypatch.setattr("onescan.ops.backend.VALIDATED_GPUS", frozenset())
     x = torch.randn(1, 4, 1, 4).to(DEVICE)
-    assert choose("auto", "auto", x, x, x, causal=False) == (False, "one_scan", "torch")
+    assert chosen(x) == ("both", "one_scan", "torch")
     with use_backend("triton"):
-        assert choose("auto", "auto", x, x, x, causal=False) == (False, "one_scan", "triton")
-        wide = x.double()
-        assert choose("auto", "auto", wide, wide, wide, causal=False)[2] == "torch"
-        assert choose("full", "auto", x, x, x, causal=False)[2] == "torch"
-        assert choose("auto", "torch", x, x, x, causal=False)[2] == "torch"
+        assert chosen(x) == ("both", "one_scan", "triton")
+        assert chosen(x.double()).backend == "torch"
+        assert chosen(x, "full").backend == "torch"
+        assert chosen(x, backend="torch").backend == "torch"
     assert preferred_backend() == "auto"
     with pytest.raises(
         ValueError, match="backend 'gpu' is unknown; available: auto, torch, triton"
@@ -577,9 +589,9 @@ def test_auto_is_torch_until_a_backend_is_preferred(monkeypatch):
 def test_auto_is_kernels_on_a_validated_gpu(monkeypatch):
     monkeypatch.setattr("onescan.ops.backend.VALIDATED_GPUS", {torch.cuda.get_device_name()})
     x = torch.randn(1, 4, 1, 4).to(DEVICE)
-    assert choose("auto", "auto", x, x, x, causal=False)[2] == "triton"
+    assert chosen(x).backend == "triton"
     with use_backend("torch"):
-        assert choose("auto", "auto", x, x, x, causal=False)[2] == "torch"
+        assert chosen(x).backend == "torch"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -24,19 +24,20 @@ from kernel_device import (
     over_dtypes,
     over_seeds,
 )
+from op_checks import call_of
 from pairwise import pairwise
 
 pytest.importorskip("triton")
 
 from onescan.ops.backend import WIDEST_HEAD, use_backend
 from onescan.ops.decay_attention import (
-    Call,
+    DECAY_ATTENTION,
     DecayState,
     DecayStates,
-    choose,
     decay_attention,
     reference,
 )
+from onescan.ops.decay_attention.op import Inputs, Options
 
 pytestmark = MARKS
 TOLERANCES = {SINGLE: 2e-5, HALF: 4e-3, BRAIN: 3e-2}  # of the largest
@@ -391,18 +392,6 @@ def test_a_nan_is_blamed_on_its_argument(name):
         in_kernels(**named, causal=True)
 
 
-def call_of(tokens, *, causal, is_learning=False):
-    return Call(
-        tokens=tokens,
-        key_width=64,
-        value_width=64,
-        directions=1 if causal else 2,
-        chunk_size=64,
-        is_diagonal=False,
-        is_learning=is_learning,
-    )
-
-
 @pytest.mark.parametrize(
     ("tokens", "causal", "is_learning", "form"),
     [
@@ -414,9 +403,11 @@ def call_of(tokens, *, causal, is_learning=False):
     ],
 )
 def test_the_form_that_kernels_take(tokens, causal, is_learning, form):
-    call = call_of(tokens, causal=causal, is_learning=is_learning)
-    choice = choose("auto", "triton", causal=causal, decays=True, call=call)
-    assert choice[1:3] == (form, "triton")
+    q = torch.empty(1, tokens, 1, 64, device="meta", requires_grad=is_learning)
+    tensors = Inputs(q, q, q, q[..., 0])
+    options = Options("identity", "auto", "none", chunk_size=64)
+    call = call_of(tensors, options, causal=causal)
+    assert DECAY_ATTENTION.form_of(call, "auto", "triton") == form
 
 
 def test_where_kernels_are_preferred_the_rest_runs_on_torch():

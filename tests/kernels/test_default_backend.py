@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_device import interpreted
+from op_checks import key_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onescan.ops import backend
-from onescan.ops.additive_decay import choose
+from onescan.ops.additive_decay import ADDITIVE_DECAY
+from onescan.ops.additive_decay.op import Inputs, Options
 
 pytest.importorskip("triton")
 pytestmark = interpreted
@@ -34,7 +36,7 @@ def describe_gpu(monkeypatch, name="NVIDIA H100", capability=(9, 0), kib=227, va
 def chosen_backend(device=GPU):
     with FakeTensorMode():
         x = torch.empty(1, 4, 1, 4, device=device)
-    return choose("auto", "auto", x, x, x, causal=False)[2]
+    return key_of(ADDITIVE_DECAY, Inputs(x, x, x, None), Options("identity", 64)).backend
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,11 @@ def test_a_cuda_graph_repeats_a_call(causal):
     [
         ({"dtype": torch.float64}, "backend is 'triton', but kernels take float32, bfloat16 or"),
         ({"widths": (5, WIDEST_HEAD + 1)}, f"channels, expected at most {WIDEST_HEAD}"),
-        ({"form": "recurrent"}, "form/backend 'recurrent/triton' is unknown.*chunk/triton"),
-        ({"form": "full"}, "form/backend 'full/triton' is unknown.*chunk/triton"),
+        (
+            {"form": "recurrent"},
+            "'recurrent/triton' is unknown.*chunk/triton",
+        ),
+        ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"updates": 2}, "'triton' with several updates per token, expected one"),
         ({"diagonal": True}, "'triton' with a decay per key channel, expected one per head"),

@@ -9,24 +9,29 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error, multiply_in_bfloat16
+from op_checks import assert_at_most_twice_the_error, key_of, multiply_in_bfloat16
 from pairwise import pairwise
 
 from onescan.ops.additive_decay import (
-    IMPLEMENTATIONS,
+    ADDITIVE_DECAY,
     AdditiveDecayState,
     additive_decay,
-    choose,
     forms,
     merge_states,
     reference,
 )
 from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.additive_decay.op import Inputs, Options
 from onescan.ops.lrpe import RotaryPositions, lrpe_angles
 
 B, H, K, V = 2, 3, 4, 5
 FEW = (2, 1, 2, 1)  # where every number is changed in turn
-FORMS = [(causal, form) for causal, form, backend in IMPLEMENTATIONS if backend == "torch"]
+KEYS = [
+    key
+    for key in ADDITIVE_DECAY.implementations
+    if key.backend == "torch" and key.direction != "blocks"
+]
+FORMS = [(key.direction == "causal", key.form) for key in KEYS]
 CAUSAL = [form for causal, form in FORMS if causal]
 VARIANTS = [*FORMS, (True, "tiles"), (True, "halving"), (False, "by_sample")]
 over_forms = pytest.mark.parametrize(
@@ -548,7 +553,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
             r"state.kv has shape \(2, 3, 4, 5\).*'B H 8 V'",
         ),
         ({"form": "foo"}, "'foo' .*auto, one_scan, full$"),
-        ({"form": "chunk"}, r"form \(not causal\) 'chunk' is unknown"),
+        ({"form": "chunk"}, r"form \(both\) 'chunk' is unknown"),
         ({"form": "one_scan", "causal": True}, r"form \(causal\) 'one_scan' is unknown"),
         ({"form": "full", "backend": "triton"}, "'full/triton' is unknown"),
         ({"chunk_size": 0}, "chunk_size is 0"),
@@ -617,10 +622,9 @@ def test_states_that_cannot_be_merged(other, message):
         unwrap(merge_states)(state, other)
 
 
-@pytest.mark.parametrize("key", [key for key in IMPLEMENTATIONS if key[2] == "torch"], ids=str)
-def test_positions_and_feature_maps_are_applied_first(key):
-    causal, form, backend = key
-    named = inputs(5, dtype=torch.float64) | {"causal": causal, "form": form, "backend": backend}
+@pytest.mark.parametrize(("causal", "form"), FORMS)
+def test_positions_and_feature_maps_are_applied_first(causal, form):
+    named = inputs(5, dtype=torch.float64) | {"causal": causal, "form": form}
     theta = torch.rand(H, K, dtype=torch.float64)
     fused = named | {"angles": RotaryPositions(theta, 3), "feature_map": "silu"}
     apart = named | {"angles": lrpe_angles((5,), theta, start=3), "q": F.silu(named["q"])}
@@ -633,10 +637,14 @@ def test_no_tokens_is_an_error():
 
 
 def test_the_choice_of_form():
-    many, one = torch.ones(1, 9, 1, 1), torch.ones(1, 1, 1, 1)
-    assert choose("auto", "auto", *[many] * 3, causal=False) == (False, "one_scan", "torch")
-    assert choose("auto", "auto", *[many] * 3, causal=True) == (True, "chunk", "torch")
-    assert choose("auto", "auto", *[one] * 3, causal=True) == (True, "recurrent", "torch")
+    def chosen(tokens, **layout):
+        x = torch.ones(1, tokens, 1, 1)
+        return key_of(ADDITIVE_DECAY, Inputs(x, x, x, None), Options("identity", 64), **layout)
+
+    assert chosen(9) == ("both", "one_scan", "torch")
+    assert chosen(9, causal=True) == ("causal", "chunk", "torch")
+    assert chosen(1, causal=True) == ("causal", "recurrent", "torch")
+    assert chosen(9, causal_block=2) == ("blocks", "one_scan", "torch")
 
 
 @pytest.mark.parametrize("form", ["by_sample"], indirect=True)

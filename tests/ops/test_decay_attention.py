@@ -12,23 +12,23 @@ import torch.nn.functional as F
 from harness import measure_peak_mib
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error, multiply_in_bfloat16
+from op_checks import assert_at_most_twice_the_error, key_of, multiply_in_bfloat16
 from pairwise import pairwise
 from torch.utils._pytree import tree_map
 
 from onescan.ops.decay_attention import (
-    IMPLEMENTATIONS,
-    Call,
+    DECAY_ATTENTION,
     DecayState,
     DecayStates,
-    choose,
     decay_attention,
     forms,
     reference,
 )
+from onescan.ops.decay_attention.op import Inputs, Options, cheapest
 
 B, H, K, V = 2, 3, 4, 5
-FORMS = list(dict.fromkeys((kind == "causal", form) for kind, form, _ in IMPLEMENTATIONS))
+KEYS = [key for key in DECAY_ATTENTION.implementations if key.form != "one_scan"]
+FORMS = list(dict.fromkeys((key.direction == "causal", key.form) for key in KEYS))
 NAMES = sorted({form for _, form in FORMS})
 DECAYS = ["none", "fixed", "scalar", "diagonal"]
 CAUSAL_CONVENTIONS = ["source", "target"]
@@ -808,24 +808,19 @@ def test_no_tokens_is_an_error():
         decay_attention(*(torch.ones(1, 0, 1, 1) for _ in range(3)))
 
 
-def call_of(tokens, *, causal):
-    return Call(
-        tokens=tokens,
-        key_width=64,
-        value_width=64,
-        directions=1 if causal else 2,
-        chunk_size=64,
-        is_diagonal=False,
-    )
+def chosen(form="auto", backend="auto", *, tokens=9, causal=False, decays=True):
+    q = torch.empty(1, tokens, 1, 64, device="meta")
+    tensors = Inputs(q, q, q, q[..., 0] if decays else None)
+    options = Options("identity", "auto", "none", chunk_size=64)
+    return key_of(DECAY_ATTENTION, tensors, options, form, backend, causal=causal)
 
 
 @pairwise({"causal": [True, False], "decays": [True, False], "tokens": [1, 2, 16, 197, 4096]})
 def test_the_chosen_form_exists(causal, decays, tokens):
-    chosen = partial(choose, causal=causal, decays=decays, call=call_of(tokens, causal=causal))
-    choice = chosen("auto", "auto")
-    assert choice[:3] in IMPLEMENTATIONS
-    assert choice.why
-    assert [chosen(form, "torch")[1:3] for form in NAMES] == [(form, "torch") for form in NAMES]
+    key = partial(chosen, causal=causal, decays=decays, tokens=tokens)
+    assert key() in DECAY_ATTENTION.implementations
+    one = "chunk" if causal or decays else "one_scan"
+    assert [key(form, "torch").form for form in NAMES] == [one, "full", "recurrent"]
 
 
 @pytest.mark.parametrize(
@@ -843,15 +838,13 @@ def test_the_chosen_form_exists(causal, decays, tokens):
     ],
 )
 def test_the_cheapest_form_is_chosen(change, form):
-    call = call_of(9, causal=False)._replace(**change)
-    choice = choose("auto", "auto", causal=call.directions == 1, decays=True, call=call)
-    assert choice.form == form
-    assert "one token" in choice.why or "multiplications per token and head" in choice.why
+    assert cheapest(**{"tokens": 9, "key_width": 64, "value_width": 64} | change) == form
 
 
 def test_without_decay_one_sum_is_chosen():
-    choice = choose("auto", "auto", causal=False, decays=False, call=call_of(9, causal=False))
-    assert (choice.form, choice.why) == ("chunk", "one sum serves all tokens")
+    assert chosen(decays=False).form == chosen("one_scan", decays=False).form == "one_scan"
+    with pytest.raises(ValueError, match="form is 'one_scan' with decay, expected no decay"):
+        chosen("one_scan")
 
 
 @pairwise({"block": [1, 40, 100, 400], "causal": [True, False], "decay": DECAYS})
@@ -948,14 +941,13 @@ def test_a_masked_token_may_hold_any_decay():
 @pytest.mark.parametrize(
     ("form", "backend", "message"),
     [
-        ("chunks", "torch", "'chunks/torch' is unknown .*'chunk/torch'.*: chunk/torch, full/torch"),
-        ("one_scan", "auto", "'one_scan/torch' is unknown.*recurrent/torch"),
-        ("full", "cuda", "'full/cuda' is unknown.*full/torch"),
+        ("chunks", "torch", "'chunks' is unknown .*'chunk'.*: auto, full, chunk, recurrent"),
+        ("full", "cuda", "backend 'cuda' is unknown"),
     ],
 )
 def test_unknown_forms_are_refused(causal, form, backend, message):
     with pytest.raises(ValueError, match=message):
-        unwrap(choose)(form, backend, causal=causal, decays=True, call=call_of(9, causal=causal))
+        chosen(form, backend, causal=causal)
 
 
 @over_forms

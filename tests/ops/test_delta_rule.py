@@ -9,20 +9,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from op_checks import assert_at_most_twice_the_error, assert_same
+from op_checks import assert_at_most_twice_the_error, assert_same, key_of
 from pairwise import pairwise
 
-from onescan.ops.delta_rule import (
-    IMPLEMENTATIONS,
-    DeltaState,
-    DeltaStates,
-    choose,
-    delta_rule,
-    reference,
-)
+from onescan.ops.delta_rule import DELTA_RULE, DeltaState, DeltaStates, delta_rule, reference
+from onescan.ops.delta_rule.forms import Inputs
+from onescan.ops.delta_rule.op import Options
 
 B, H, K, V = 2, 3, 4, 5
-FORMS = [(causal, form) for causal in (True, False) for form in IMPLEMENTATIONS]
+NAMES = list(dict.fromkeys(key.form for key in DELTA_RULE.implementations))
+FORMS = [(causal, form) for causal in (True, False) for form in NAMES]
 over_forms = pytest.mark.parametrize(("causal", "form"), FORMS, ids=lambda x: str(x))
 KINDS = [(None, None), ("scalar", None), ("diagonal", 2)]
 over_kinds = pytest.mark.parametrize(("decay", "updates"), KINDS)
@@ -270,7 +266,7 @@ def test_gradcheck(causal, form, decay, updates):
 
 
 @pairwise(
-    {"decay, updates": KINDS, "first": IMPLEMENTATIONS, "second": IMPLEMENTATIONS},
+    {"decay, updates": KINDS, "first": NAMES, "second": NAMES},
     rest_is_slow=True,
 )
 def test_two_calls_equal_one_at_every_cut(first, second, decay, updates):
@@ -285,7 +281,7 @@ def test_two_calls_equal_one_at_every_cut(first, second, decay, updates):
 
 
 @over_kinds
-@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", NAMES)
 def test_two_bidirectional_calls_equal_one_at_every_cut(form, decay, updates):
     tokens = 9
     named = inputs(tokens, causal=False, keep=True, state=True, decay=decay, updates=updates)
@@ -306,7 +302,7 @@ def part(named, start, stop):
 
 
 @over_kinds
-@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", NAMES)
 def test_reversed_inputs_give_reversed_outputs(form, decay, updates):
     named = inputs(13, causal=False, keep=True, state=True, decay=decay, updates=updates)
     o, state = delta_rule(**named, form=form, chunk_size=4)
@@ -455,7 +451,7 @@ PAIR = DeltaStates(ONE, None)
         ({"log_decay": torch.full((B, 4, H, K), torch.nan)}, "log_decay holds 96 NaN"),
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
         ({"causal": "no"}, "causal is 'no'"),
-        ({"form": "dense"}, "form 'dense' .*full, chunk, recurrent"),
+        ({"form": "dense"}, r"form \(both\) 'dense' is .*: auto, full, chunk, recurrent$"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
@@ -520,10 +516,15 @@ def test_no_tokens_is_an_error():
         delta_rule(*(torch.ones(1, 0, 1, 1) for _ in range(3)), torch.ones(1, 0, 1))
 
 
-def test_the_choice_of_form():
-    assert choose("auto", tokens=9) == "chunk"
-    assert choose("auto", tokens=1) == "recurrent"
-    assert choose("recurrent", tokens=9) == "recurrent"
+@pytest.mark.parametrize(
+    ("form", "tokens", "want"),
+    [("auto", 9, "chunk"), ("auto", 1, "recurrent"), ("full", 1, "full")],
+)
+def test_the_choice_of_form(form, tokens, want):
+    named = inputs(tokens, causal=True)
+    tensors = Inputs(*(named[name] for name in TENSORS))
+    key = key_of(DELTA_RULE, tensors, Options(64), form, causal=True)
+    assert key == ("causal", want, "torch")
 
 
 @pytest.mark.compile

@@ -526,7 +526,7 @@ def refusals(group):
         lambda: additive_decay(q, k, v, form="full", group=group),
         "form .*group.* 'full' is unknown",
     )
-    yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .group."
+    yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .*group"
     for lengths in ([1], [True] * size):
         yield (
             partial(SequenceGroup, group, lengths),

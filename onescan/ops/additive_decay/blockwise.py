@@ -6,6 +6,7 @@ This is Eq. 13 of LightNet, arXiv:2405.21022, with e instead of t in its sums.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,12 @@ from onescan.shapes import Values
 Forward = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
 
 
-def one_scan(inputs: AdditiveInputs, causal_block: int) -> tuple[Values, AdditiveDecayState]:
+def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Sum each block, carry a state from block to block, and read it with the queries, in O(T).
 
     Every block has a state in memory, so small blocks need much memory.
     """
-    size = length_of_chunks(causal_block, inputs.k.shape[1])
+    size = _block_length(inputs)
     tensors, chunks = chunked_inputs(inputs._replace(chunk_size=size))
     q, k, v, table, z_in, kv_in, begins = tensors
     tokens = k.shape[1]
@@ -53,16 +54,24 @@ def one_scan(inputs: AdditiveInputs, causal_block: int) -> tuple[Values, Additiv
     return o if chunks is None else chunks.to_tokens(o), after
 
 
-def in_causal_form(
-    run: Forward, inputs: AdditiveInputs, causal_block: int
-) -> tuple[Values, AdditiveDecayState]:
+def _block_length(inputs: AdditiveInputs) -> int:
+    """Return the number of tokens per block, at most the sequence length if that is known."""
+    assert inputs.causal_block is not None
+    return length_of_chunks(inputs.causal_block, inputs.k.shape[1])
+
+
+def in_causal_form(run: Forward) -> Forward:
+    """Return a causal form as a form for blocks; see `_in_causal_form`."""
+    return partial(_in_causal_form, run)
+
+
+def _in_causal_form(run: Forward, inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Run a causal form on a sequence in which each block is followed by its queries.
 
     Of the resulting 2T tokens, the first copy of each block provides keys and values, and its
     outputs are dropped. The second copy provides queries, and its key logits are -inf.
     """
-    tokens = inputs.k.shape[1]
-    size = length_of_chunks(causal_block, tokens)
+    tokens, size = inputs.k.shape[1], _block_length(inputs)
     if size == 1:
         return run(inputs)
     count = number_of_chunks(tokens, size)

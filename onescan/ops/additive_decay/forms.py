@@ -51,10 +51,13 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
     Products of bfloat16 inputs are bfloat16; weights, their sums and the state are float32.
     """
-    q, k, v, angles, state, *_, packing, ranks, _ = inputs
+    q, k, v, angles, state, *_ = inputs
+    packing, ranks = inputs.packing, inputs.ranks
     tables = rotary_tables(angles, k.dtype)
     if packing is not None:
         return _scan_sequences(q, k, v, tables, packing, ranks)
+    if ranks is not None and not ranks.is_first:
+        state = None  # which the first rank counts
     context = context_of(k, v, tables, state)
     if ranks is not None:
         context = merged_over_ranks(ranks, context)
@@ -117,7 +120,8 @@ def recursive_halving(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayStat
 
 def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
     """Return the tensors of `halve_chunks`, and the chunks of packed sequences."""
-    q, k, v, angles, state, _, size, *_, packing, _, table = inputs
+    q, k, v, angles, state, *_ = inputs
+    packing, table, size = inputs.packing, inputs.table, inputs.chunk_size
     state = empty_state(k, v, angles) if state is None else state
     chunks = begins = None
     if packing is not None:

@@ -29,7 +29,6 @@ from onescan.ops.backend import (
     packed_heads,
     target_programs,
     token_stride,
-    wants_gradient,
 )
 from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
 from onescan.ops.lrpe import RotaryPositions
@@ -73,18 +72,9 @@ def recurrent(
     keep: Keep | None, positions: RotaryPositions | None = None,
     feature_map: FeatureMapName = "identity",
 ) -> tuple[Values, AdditiveDecayState]:  # fmt: skip
-    """Compute outputs and the state after the last token, token by token.
-
-    Raises:
-        ValueError: If a gradient is required.
-    """
+    """Compute outputs and the state after the last token, token by token, without gradients."""
     theta, begin = (None, 0) if positions is None else positions
     position, start = (0, begin.to(k.device)) if isinstance(begin, Tensor) else (begin, None)
-    if wants_gradient(q, k, v, angles, theta, *(state or ())):
-        raise ValueError(
-            "form/backend is 'recurrent/triton', which has no gradients, and an input needs one: "
-            "expected form 'chunk', or torch.no_grad()"
-        )
     dtype = data_type(q, k, v)
     q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
     z_in, kv_in = (None, None) if state is None else (state[0].double(), state[1].float())

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from onescan.checks import check_devices, check_floating, check_no_nan, check_shapes
 from onescan.messages import named_type
-from onescan.ops.feature_maps import FeatureMapName
-from onescan.ops.lrpe import RotaryPositions
 from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup
@@ -36,11 +34,9 @@ class AdditiveDecayState(NamedTuple):
 class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
-    Forms in plain torch receive them in one dtype, float32 or float64, with `keep` already applied
-    to k and v. Only the forms "one_scan" and "chunk" receive a `packing`. Only the kernel of the
-    form "recurrent" receives `positions` instead of angles, and a feature map other than the
-    identity. Only "one_scan" uses `ranks`; the causal forms receive the state of earlier ranks, and
-    the `table` of cosines and sines, [T, H, 2, K], if it was computed for that state.
+    Forms in plain torch receive them in one dtype, with `keep` already applied to k and v. Only
+    bidirectional calls read `ranks`; others receive the state of earlier ranks, and the `table` of
+    cosines and sines, [T, H, 2, K], if it was computed for that state.
     """
 
     q: Queries
@@ -50,8 +46,7 @@ class AdditiveInputs(NamedTuple):
     state: AdditiveDecayState | None
     keep: Keep | None
     chunk_size: int
-    positions: RotaryPositions | None = None
-    feature_map: FeatureMapName = "identity"
+    causal_block: int | None = None
     packing: Packing | None = None
     ranks: SequenceGroup | None = None
     table: Tensor | None = None
@@ -88,7 +83,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
         raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K with LRPE")
     dtype = torch.promote_types(accumulation_dtype(a.kv.dtype), b.kv.dtype)
     together = merged(canonical(a, dtype), canonical(b, dtype))
-    check_no_nan(together.kv.detach().sum(), **named)
+    check_no_nan(together.kv, **named)
     return together
 
 

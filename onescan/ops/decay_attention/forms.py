@@ -86,18 +86,18 @@ def directed(
     return Directions(forward, None if causal else backward), (last, first)
 
 
-def separated(decays: Directions, starts: Starts | None, ends: Starts) -> Directions:
+def separated(decays: Directions, starts: Starts | None, ends: Starts | None) -> Directions:
     """Reset the state at some tokens with log-decays of -inf.
 
     Args:
         decays: The log-decays.
         starts: True where the forward direction restarts, [B, T]; None for nowhere.
-        ends: True where the backward direction restarts, [B, T].
+        ends: True where the backward direction restarts, [B, T]; None for nowhere.
     """
     forward, backward = decays
     if starts is not None:
         forward = forward.masked_fill(starts[:, :, None, None], -torch.inf)
-    if backward is not None:
+    if backward is not None and ends is not None:
         backward = backward.masked_fill(ends[:, :, None, None], -torch.inf)
     return Directions(forward, backward)
 

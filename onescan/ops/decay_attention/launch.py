@@ -30,8 +30,8 @@ from onescan.ops.backend import (
     token_stride,
     wants_gradient,
 )
-from onescan.ops.decay_attention import DecayState
 from onescan.ops.decay_attention.forms import Directions
+from onescan.ops.decay_attention.op import DecayState
 from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
 from onescan.shapes import Keep, Keys, Queries, Values
 
@@ -82,13 +82,8 @@ def recurrent(
     """Compute the normalized outputs and the outgoing state, token by token.
 
     The feature map is that of queries and keys.
-
-    Raises:
-        ValueError: If a gradient is required.
     """
     kv, k_sum = (None, None) if enters[0] is None else enters[0]
-    if wants_gradient(q, k, v, decays.forward, kv, k_sum):
-        raise ValueError("form 'recurrent' has no gradient in Triton, expected form 'chunk'")
     dtype = data_type(q, k, v)
     q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()

@@ -9,76 +9,25 @@ head, KDA one per key channel, and DeltaProduct several updates (I - beta k k^T)
 token.
 """
 
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from onescan.checks import (
-    can_look_at_values,
-    check_choice,
-    check_devices,
-    check_floating,
-    check_log_decay,
-    check_no_nan,
-    check_positive,
-    check_sequence_options,
-    check_shapes,
-    named_state_tensors,
-    nan_probe,
-    unpack_states,
-)
-from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.blocks import block_ends, check_causal_block
-from onescan.ops.delta_rule import forms
-from onescan.ops.delta_rule.ranks import EnteringStates
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype, zero_masked
+from onescan.ops.backend import Backend
+from onescan.ops.delta_rule.forms import Inputs
+from onescan.ops.delta_rule.op import DeltaRule, DeltaState, DeltaStates, Options
+from onescan.ops.layout import layout_of
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import Group, is_empty, one_token, packing_over, sequence_group
-from onescan.shapes import (
-    Keep,
-    KeyValue,
-    Queries,
-    UpdateBetas,
-    UpdateKeys,
-    UpdateValues,
-    Values,
-)
+from onescan.ops.parallel import Group
+from onescan.ops.recurrence import run
+from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues, Values
 
-__all__ = ["IMPLEMENTATIONS", "DeltaState", "DeltaStates", "choose", "delta_rule"]
+__all__ = ["DELTA_RULE", "DeltaState", "DeltaStates", "delta_rule"]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
-IMPLEMENTATIONS = forms.FORMS
-OVER_RANKS = ("chunk", "full")  # forms that support a process group
-PATTERNS = {3: "B T H", 4: "B T H K"}  # of log_decay, by rank
-
-
-class DeltaState(NamedTuple):
-    """The state of one direction: a matrix that maps keys to values.
-
-    Attributes:
-        kv: ``[B, H, K, V]``, in float32, or float64 for float64 inputs. Zeros before any token.
-    """
-
-    kv: KeyValue
-
-
-class DeltaStates(NamedTuple):
-    """The states of both directions.
-
-    Attributes:
-        forward: As an input, the state of the tokens to the left; as an output, the state after
-            the last token. None is the empty state.
-        backward: As an input, the state of the tokens to the right; as an output, the backward
-            state before the first token. None is the empty state.
-    """
-
-    forward: DeltaState | None
-    backward: DeltaState | None
-
-
 Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
+
+DELTA_RULE = DeltaRule()
 
 
 def delta_rule(
@@ -186,140 +135,9 @@ def delta_rule(
     >>> delta_rule(q, k, v, half, half.log(), causal=True)[0].flatten().tolist()
     [4.0, 3.0, 1.75]
     """
-    ranks, own = sequence_group(group), q
-    if causal_block is not None:
-        check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
-    has_one_state = causal or causal_block is not None
-    if empty := is_empty(ranks, q):
-        q, k, v, beta, log_decay = one_token(q, k, v, beta, log_decay)
-        keep = q.new_zeros(q.shape[:2], dtype=torch.bool)
-    check_sequence_options(causal=causal, keep=keep, chunk_size=chunk_size)
-    sides = unpack_states(state, DeltaState, causal=has_one_state)
-    carried = named_state_tensors(sides, causal=has_one_state)
-    _check(q, k, v, beta, log_decay, keep, carried)
-    if k.ndim > q.ndim and k.shape[2] == 1:  # as without the axis, for which there are kernels
-        k, v, beta = k.squeeze(2), v.squeeze(2), beta.squeeze(2)
-    packing = packing_over(ranks, cu_seqlens, own, state=state)
-    runs_on = _backend(form, backend, q, k, v, log_decay, over_ranks=ranks is not None)
-    incoming = [None if side is None else side.kv for side in sides[: 1 if causal else 2]]
-    starts = ends = None  # where the forward and the backward direction restart
-    if packing is not None:
-        starts, ends = packing.starts, packing.ends
-    if causal_block is not None:
-        of_blocks = block_ends(causal_block, own, packing, ranks).expand(*q.shape[:2])
-        ends = of_blocks if ends is None else ends | of_blocks
-    with disable_autocast(q):
-        if runs_on == "triton":
-            from onescan.ops.delta_rule import launch
-
-            o, *outgoing = launch.chunk(
-                q, k, v, beta, log_decay, incoming, keep=keep, starts=starts, ends=ends
-            )
-        else:
-            chosen = choose(form, tokens=q.shape[1], over_ranks=ranks is not None)
-            inputs = _inputs(q, k, v, beta, log_decay, keep)
-            if inputs.log_decay is not None:
-                check_log_decay(inputs.log_decay)
-            run = forms.causal if causal else partial(forms.bidirectional, ends=ends)
-            options: dict[str, Any] = {"chunk_size": chunk_size, "starts": starts}
-            entering = None
-            if ranks is not None:
-                entering = options["entering"] = EnteringStates(ranks, len(q))
-            o, *outgoing = run(IMPLEMENTATIONS[chosen], inputs, *incoming, **options)
-            if entering is not None:
-                outgoing = list(entering.last.split(len(q)))
-    if can_look_at_values(o):
-        named = {"q": q, "k": k, "v": v, "beta": beta, **carried}
-        check_no_nan(nan_probe(o, *outgoing), **named)
-    o = o[:, :0] if empty else o
-    if packing is not None:
-        return o.to(v.dtype), None
-    states = [DeltaState(kv) for kv in outgoing]
-    return o.to(v.dtype), states[0] if has_one_state else DeltaStates(*states)
-
-
-def _inputs(
-    q: Queries,
-    k: UpdateKeys,
-    v: UpdateValues,
-    beta: UpdateBetas,
-    log_decay: Tensor | None,
-    keep: Keep | None,
-) -> forms.Inputs:
-    """Return the inputs with an axis of updates, and zeros for masked tokens."""
-    if k.ndim == q.ndim:
-        k, v, beta = k.unsqueeze(2), v.unsqueeze(2), beta.unsqueeze(2)
-    if log_decay is not None and log_decay.ndim < q.ndim:
-        log_decay = log_decay.unsqueeze(-1)
-    given = [x for x in (q, k, v, beta, log_decay) if x is not None]
-    inputs = to_accumulation_dtype(*given)
-    if keep is not None:
-        inputs = zero_masked(keep, *inputs)
-    return forms.Inputs(*inputs)
-
-
-def _backend(
-    form: str,
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    *,
-    over_ranks: bool,
-) -> str:
-    """Return the backend of a call. Kernels implement only the form "chunk"."""
-    reasons = {
-        "with several updates per token, expected one": k.ndim > q.ndim,
-        "with a decay per key channel, expected one per head": (
-            log_decay is not None and log_decay.ndim == q.ndim
-        ),
-        "with group, which runs in torch only": over_ranks,
-    }
-    has_kernel = form in ("auto", "chunk") and not any(reasons.values())
-    resolved = resolved_backend(backend, has_kernel, q, k, v)
-    if resolved == "triton":
-        check_choice("form/backend", f"{form}/triton", ["auto/triton", "chunk/triton"])
-        for reason, applies in reasons.items():
-            if applies:
-                raise ValueError(f"backend is 'triton' {reason}")
-    return resolved
-
-
-def choose(form: str, *, tokens: int, over_ranks: bool = False) -> str:
-    """Return the form that a call in torch uses."""
-    if over_ranks:  # all ranks use the same form, whatever their number of tokens
-        check_choice("form (group)", form, ["auto", *OVER_RANKS])
-    if form == "auto":
-        form = "recurrent" if tokens == 1 and not over_ranks else "chunk"
-    check_choice("form", form, IMPLEMENTATIONS)
-    return form
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    beta: Any,
-    log_decay: Any,
-    keep: Any,
-    carried: dict[str, Any],
-) -> None:  # Any: the arguments are not checked yet
-    given = {} if log_decay is None else {"log_decay": log_decay}
-    check_floating(q=q, k=k, v=v, beta=beta, **given, **carried)
-    check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **given, **carried)
-    if log_decay is not None and log_decay.ndim not in PATTERNS:
-        raise ValueError(
-            f"log_decay has shape {tuple(log_decay.shape)}, expected 'B T H' or 'B T H K'"
-        )
-    updates = "R " if k.ndim > q.ndim else ""
-    sizes = check_shapes(
-        q=(q, "B T H K"),
-        k=(k, f"B T {updates}H K"),
-        v=(v, f"B T {updates}H V"),
-        beta=(beta, f"B T {updates}H"),
-        log_decay=(log_decay, "" if log_decay is None else PATTERNS[log_decay.ndim]),
-        keep=(keep, "B T"),
-        **{name: (x, "B H K V") for name, x in carried.items()},
-    )
-    check_positive(**{letter: sizes[letter] for letter in f"T{updates}HKV" if letter != " "})
+    layout = layout_of(
+        q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens,
+        state=state, group=group,
+    )  # fmt: skip
+    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    return run(DELTA_RULE, inputs, layout, state, Options(chunk_size), form=form, backend=backend)

@@ -26,7 +26,6 @@ from onescan.shapes import (
     KeyValue,
     LogDecays,
     Queries,
-    Starts,
     UpdateBetas,
     UpdateKeys,
     UpdateValues,
@@ -42,7 +41,8 @@ class Inputs(NamedTuple):
         k: Keys ``[B, T, R, H, K]`` of R updates per token.
         v: Values ``[B, T, R, H, V]``.
         beta: Write strengths ``[B, T, R, H]``.
-        log_decay: Log-decays ``[B, T, 1 or H, 1 or K]``; None for no decay.
+        log_decay: Log-decays ``[1 or B, T, 1 or H, 1 or K]``; None for no decay.
+        backward: Log-decays of the backward direction, which differ where one direction restarts.
     """
 
     q: Queries
@@ -50,6 +50,7 @@ class Inputs(NamedTuple):
     v: UpdateValues
     beta: UpdateBetas
     log_decay: LogDecays | None = None
+    backward: LogDecays | None = None
 
 
 Form = Callable[..., tuple[Values, KeyValue]]
@@ -165,7 +166,7 @@ def recurrent(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values,
     (I - beta k k^T) S + beta k v^T = S + k (beta (v^T - k^T S)): an update writes the difference
     between its value and the value stored under its key.
     """
-    q, k, v, beta, log_decay = inputs
+    q, k, v, beta, log_decay, _ = inputs
     outputs = []
     # unbind, because the gradient of a slice is as large as the sequence, for every token
     rows = (k.unsqueeze(-2), v.unsqueeze(-2), beta[..., None, None])  # B T R H 1 .
@@ -179,18 +180,10 @@ def recurrent(inputs: Inputs, kv: KeyValue, *, chunk_size: int) -> tuple[Values,
     return torch.cat(outputs, dim=-2).transpose(1, 2), kv
 
 
-FORMS: dict[str, Form] = {"full": full, "chunk": chunk, "recurrent": recurrent}
-
-
 def causal(
-    form: Form, inputs: Inputs, kv: KeyValue | None, *, starts: Starts | None, **options: Any
+    form: Form, inputs: Inputs, kv: KeyValue | None, **options: Any
 ) -> tuple[Values, KeyValue]:
-    """Run a form from the first token to the last, from the state kv, or from zeros if None.
-
-    The state is reset to zeros before the tokens in `starts`, [B, T].
-    """
-    if starts is not None:
-        inputs = _separated(inputs, starts)
+    """Run a form from the first token to the last, from the state kv, or from zeros if None."""
     return form(inputs, _initial(kv, inputs), **options)
 
 
@@ -199,15 +192,9 @@ def bidirectional(
     inputs: Inputs,
     forward_kv: KeyValue | None,
     backward_kv: KeyValue | None,
-    *,
-    starts: Starts | None,
-    ends: Starts | None,
     **options: Any,
 ) -> tuple[Values, KeyValue, KeyValue]:
     """Add the outputs of both directions, counting each token's own updates once.
-
-    The forward state is reset to zeros before it reads the tokens in `starts`, [B, T], and the
-    backward state before it reads those in `ends`, [B, T].
 
     Both directions apply the updates of a token in the same order, so that both states contain the
     same contribution of the token, and reversed tokens give reversed outputs.
@@ -219,11 +206,13 @@ def bidirectional(
         The outputs, the state after the last token, and the backward state before the first.
     """
     # one call: the reversed sequences are concatenated along the batch axis
-    both = Inputs(*(torch.cat([x, x.flip(1)]) for x in inputs if x is not None))
+    *tokens, log_decay, backward = inputs
+    both = Inputs(*(torch.cat([x, x.flip(1)]) for x in tokens))
+    if log_decay is not None and backward is not None:
+        shape = (*inputs.q.shape[:2], -1, -1)
+        decays = log_decay.expand(shape), backward.expand(shape).flip(1)
+        both = both._replace(log_decay=torch.cat(decays))
     kv = torch.cat([_initial(kv, inputs) for kv in (forward_kv, backward_kv)])
-    if ends is not None:
-        starts = torch.zeros_like(ends) if starts is None else starts
-        both = _separated(both, torch.cat([starts, ends.flip(1)]))
     o, kv = form(both, kv, **options)
     (forward, reversed_backward), (last, first) = (
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)
@@ -243,13 +232,6 @@ def _read_updates(q: Queries, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) 
     weight = (beta * (q * k).sum(-1)).unsqueeze(-1)
     o = weight * v
     return o + _read_updates(q - weight * k, earlier) if earlier else o
-
-
-def _separated(inputs: Inputs, starts: Starts) -> Inputs:
-    """Separate packed sequences by log-decays of -inf, given which tokens are their first."""
-    log_decay = inputs.q.new_zeros(()) if inputs.log_decay is None else inputs.log_decay
-    log_decay = torch.where(starts[:, :, None, None], -torch.inf, log_decay)
-    return inputs._replace(log_decay=log_decay)
 
 
 def _initial(kv: KeyValue | None, inputs: Inputs) -> KeyValue:

@@ -9,60 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onescan.checks import check_log_decay
 from onescan.kernels import delta_rule as kernels
 from onescan.ops.backend import case_of, data_type, launch, operand_of
-from onescan.shapes import Betas, Keep, Keys, KeyValue, Queries, Starts, Values
+from onescan.ops.delta_rule.forms import Inputs
+from onescan.shapes import Keep, KeyValue
 
 
 def chunk(
-    q: Queries, k: Keys, v: Values, beta: Betas, log_decay: Tensor | None,
-    enters: Sequence[KeyValue | None], *, keep: Keep | None, starts: Starts | None,
-    ends: Starts | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs: Inputs, enters: Sequence[KeyValue | None], *, keep: Keep | None
+) -> tuple[Tensor, ...]:
     """Compute the outputs, and the outgoing state of each direction.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        beta: Write strengths.
-        log_decay: Log-decays ``[B, T, H]``; None for no decay.
+        inputs: The inputs, with one update per token and at most one decay per head.
         enters: Incoming state of each direction, one if causal; None for zeros.
         keep: True for real tokens.
-        starts: True where the forward direction restarts, ``[B, T]``; None for nowhere.
-        ends: True where the backward direction restarts, ``[B, T]``; None for nowhere.
     """
+    q, *updates, beta, forward, backward = inputs
+    k, v, beta = (x.squeeze(2) for x in (*updates, beta))
     dtype = data_type(q, k, v)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
-    if log_decay is not None:
-        if keep is not None:
-            log_decay = log_decay.masked_fill(~keep.unsqueeze(-1), 0)
-        check_log_decay(log_decay)
-    decays = _decays(log_decay, (starts, ends)[: len(enters)], beta)
+    decays = kv_in = None
+    if forward is not None and backward is not None:
+        logs = (forward, backward)[: len(enters)]
+        decays = torch.stack([x.squeeze(3).float().expand_as(beta) for x in logs])
     if any(kv is not None for kv in enters):
         empty = beta.new_zeros(())
         shape = k.shape[0], *k.shape[2:], v.shape[-1]
         kv_in = torch.stack([(empty if kv is None else kv).float().expand(shape) for kv in enters])
-    else:
-        kv_in = None
     mask = None if keep is None else keep.contiguous()
     o, kv = _delta_chunks(q, k, v, beta.float().contiguous(), decays, kv_in, mask, len(enters) == 1)
     return o, *kv.unbind()
-
-
-def _decays(
-    log_decay: Tensor | None, firsts: Sequence[Tensor | None], beta: Tensor
-) -> Tensor | None:
-    """Return the log-decays of each direction, [D, B, T, H]; -inf where it restarts."""
-    if log_decay is None and all(first is None for first in firsts):
-        return None
-    logs = (torch.zeros_like(beta) if log_decay is None else log_decay).float()
-    separated = [
-        logs if first is None else logs.masked_fill(first.unsqueeze(-1), -torch.inf)
-        for first in firsts
-    ]
-    return torch.stack(separated)
 
 
 @torch.library.custom_op("onescan::delta_chunks", mutates_args=())

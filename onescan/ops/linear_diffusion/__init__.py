@@ -21,7 +21,6 @@ from onescan.checks import (
     check_shapes,
     check_whole,
     is_known,
-    nan_probe,
 )
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
@@ -205,7 +204,7 @@ def linear_diffusion(
             y = y.masked_fill(~keep[:, :, None, None], 0)
     if can_look_at_values(y):
         named = {} if state is None else {"state.x": state.x}
-        check_no_nan(nan_probe(y, wide), x=x, weights=weights, dt=dt, **named)
+        check_no_nan(y, wide, x=x, weights=weights, dt=dt, **named)
     return y.to(x.dtype)
 
 

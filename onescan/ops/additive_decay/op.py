@@ -1,0 +1,289 @@
+"""What distinguishes additive decay from other recurrences; see `onescan.ops.recurrence`."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onescan.checks import (
+    check_choice,
+    check_devices,
+    check_floating,
+    check_positive,
+    check_shapes,
+    check_whole,
+)
+from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
+from onescan.ops.additive_decay import blockwise, forms
+from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.additive_decay.ranks import merged_before
+from onescan.ops.additive_decay.state import (
+    AdditiveDecayState,
+    AdditiveInputs,
+    canonical,
+    check_state_type,
+    merged,
+)
+from onescan.ops.backend import chip_of, data_type, is_interpreted, name_of
+from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
+from onescan.ops.layout import Layout
+from onescan.ops.lrpe import RotaryPositions, rotary_table
+from onescan.ops.numerics import (
+    accumulation_dtype,
+    product_dtype,
+    to_accumulation_dtype,
+    zero_masked,
+)
+from onescan.ops.packing import PackingShard
+from onescan.ops.recurrence import Call, Implementation, Key, Recurrence, States
+from onescan.shapes import Angles, Keys, Queries, Values
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call.
+
+    Attributes:
+        q: Queries.
+        k: Key logits.
+        v: Values.
+        angles: Angles of LRPE, or the positions from which they are computed; None without LRPE.
+        table: Cosines and sines of the angles, [T, H, 2, K], if `AdditiveDecay.prepared` needed
+            them.
+    """
+
+    q: Queries
+    k: Keys
+    v: Values
+    angles: Angles | RotaryPositions | None
+    table: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """Options of a call, as in `additive_decay`."""
+
+    feature_map: FeatureMapName
+    chunk_size: int
+
+
+Form = Callable[[AdditiveInputs], tuple[Values, AdditiveDecayState]]
+
+
+def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
+    """Return a form in torch as an implementation."""
+
+    def run(call: Call) -> tuple[Values, States]:
+        inputs = _form_inputs(call)
+        if inputs.state is not None:
+            state = canonical(inputs.state, accumulation_dtype(inputs.v.dtype))
+            inputs = inputs._replace(state=state)
+        o, state = form(inputs._replace(keep=None))  # masked tokens have no weight already
+        if inputs.keep is not None:
+            (o,) = zero_masked(inputs.keep, o)
+        return o, (state,)
+
+    return run
+
+
+def _in_triton(form: Form) -> Callable[[Call], tuple[Values, States]]:
+    """Return a form of kernels as an implementation."""
+
+    def run(call: Call) -> tuple[Values, States]:
+        o, state = form(_form_inputs(call))
+        return o, (state,)
+
+    return run
+
+
+def _form_inputs(call: Call) -> AdditiveInputs:
+    q, k, v, angles, table = call.inputs
+    (state,), layout = call.enters, call.layout
+    return AdditiveInputs(
+        q, k, v, angles, state, layout.keep, call.options.chunk_size, layout.causal_block,
+        layout.packing, layout.ranks, table,
+    )  # fmt: skip
+
+
+def _kernels(name: str) -> Form:
+    """Return a function of `launch` as a form."""
+
+    def run(x: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
+        from onescan.ops.additive_decay import launch  # imports Triton
+
+        return getattr(launch, name)(
+            x.q, x.k, x.v, x.angles, x.state, keep=x.keep, chunk_size=x.chunk_size,
+            packing=x.packing,
+        )  # fmt: skip
+
+    return run
+
+
+def _steps_in_triton(call: Call) -> tuple[Values, States]:
+    from onescan.ops.additive_decay import launch
+
+    q, k, v, angles, _ = call.inputs
+    positions = angles if isinstance(angles, RotaryPositions) else None
+    feature_map = call.options.feature_map
+    o, state = launch.recurrent(
+        q, k, v, None if positions else angles, call.enters[0], keep=call.layout.keep,
+        positions=positions, feature_map=feature_map if feature_map in KERNEL_MAPS else "identity",
+    )  # fmt: skip
+    return o, (state,)
+
+
+class AdditiveDecay(Recurrence):
+    """S' = diag(f) S + R(exp(k) / s) v^T, with s' = s + exp(k) and f = s / s'."""
+
+    state = AdditiveDecayState
+    implementations: ClassVar = {
+        Key("both", "one_scan", "torch"): Implementation(_in_torch(forms.one_scan), carries=True),
+        Key("both", "one_scan", "triton"): Implementation(
+            _in_triton(_kernels("one_scan")), over_ranks=False
+        ),
+        Key("both", "full", "torch"): Implementation(
+            _in_torch(forms.full), over_ranks=False, packed=False
+        ),
+        Key("blocks", "one_scan", "torch"): Implementation(_in_torch(blockwise.one_scan)),
+        Key("blocks", "chunk", "torch"): Implementation(
+            _in_torch(blockwise.in_causal_form(causal_chunks.forward)), packed=False
+        ),
+        Key("blocks", "chunk", "triton"): Implementation(
+            _in_triton(blockwise.in_causal_form(_kernels("chunk"))), packed=False
+        ),
+        Key("blocks", "full", "torch"): Implementation(
+            _in_torch(blockwise.in_causal_form(forms.causal_full)), packed=False
+        ),
+        Key("causal", "chunk", "torch"): Implementation(_in_torch(causal_chunks.forward)),
+        Key("causal", "chunk", "triton"): Implementation(
+            _in_triton(_kernels("chunk")), packed_over_ranks=False
+        ),
+        Key("causal", "full", "torch"): Implementation(_in_torch(forms.causal_full), packed=False),
+        Key("causal", "recurrent", "torch"): Implementation(
+            _in_torch(forms.recurrent), packed=False
+        ),
+        Key("causal", "recurrent", "triton"): Implementation(_steps_in_triton, packed=False),
+    }
+
+    def direction(self, layout: Layout) -> str:
+        """Return "blocks" for blockwise causal calls, which have forms of their own."""
+        return "blocks" if layout.causal_block is not None else super().direction(layout)
+
+    def incoming(self, state: Any, layout: Layout) -> States:
+        if state is not None:
+            check_state_type("state", state)
+        return (state,)
+
+    def check(self, call: Call) -> None:
+        q, k, v, angles, _ = call.inputs
+        keep, incoming = call.layout.keep, call.carried
+        check_whole(1, chunk_size=call.options.chunk_size)
+        given = {} if angles is None else {"angles": angles}
+        if isinstance(angles, RotaryPositions):
+            given = {"angles.theta": angles.theta}
+            start: Any = angles.start
+            if not isinstance(start, Tensor):
+                check_whole(0, **{"angles.start": start})
+            elif start.ndim or start.is_floating_point():
+                raise ValueError(
+                    f"angles.start has shape {tuple(start.shape)} and dtype {start.dtype}, "
+                    "expected one integer"
+                )
+        check_floating(q=q, k=k, v=v, **given, **incoming)
+        check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
+        features = k.shape[-1] * (1 if angles is None else 2)
+        patterns = {"angles.theta": "H K", "angles": "T H K", "state.log_normalizer": "B H K"}
+        patterns["state.kv"] = f"B H {features} V"
+        sizes = check_shapes(
+            q=(q, "B T H K"),
+            k=(k, "B T H K"),
+            v=(v, "B T H V"),
+            **{name: (x, patterns[name]) for name, x in (given | incoming).items()},
+            keep=(keep, "B T"),
+        )
+        check_positive(**{letter: sizes[letter] for letter in "THKV"})
+        check_choice("feature_map", call.options.feature_map, FEATURE_MAPS)
+
+    def form_of(self, call: Call, form: str, backend: str) -> str:
+        """Return the form that runs. Kernels for single tokens have no gradients."""
+        if form != "auto":
+            return form
+        layout, (q, k, v, *_) = call.layout, call.inputs
+        if layout.causal:
+            is_step = q.shape[1] == 1 and layout.packing is None
+            takes_steps = is_step and (backend == "torch" or not call.is_learning)
+            return "recurrent" if takes_steps else "chunk"
+        if layout.causal_block is None or layout.packing is not None:
+            return "one_scan"
+        # on a CPU, a state per block is faster unless states are large
+        widths = k.shape[-1], v.shape[-1]
+        is_small = widths[0] * widths[1] <= 2 * layout.causal_block * sum(widths)
+        return "one_scan" if is_small else "chunk"
+
+    def why_no_kernel(self, call: Call, form: str) -> str | None:
+        if form == "recurrent" and call.is_learning:
+            return "with form 'recurrent', which has no gradients, expected form 'chunk'"
+        return None
+
+    def widest_head(self, call: Call) -> int:
+        q, k, v = call.inputs[:3]
+        runs_causally = self.direction(call.layout) != "both"
+        if runs_causally and (
+            q.device.type == "cuda" or is_interpreted()
+        ):  # kernels only run there
+            return widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
+        return WIDEST_HEAD
+
+    def blamed(self, inputs: Inputs) -> dict[str, Tensor | None]:
+        q, k, v, angles, _ = inputs
+        rotary = angles.theta if isinstance(angles, RotaryPositions) else angles
+        return {"q": q, "k": k, "v": v, "angles": rotary}
+
+    def prepared(self, call: Call, key: Key) -> Inputs:
+        """Apply the feature map to the queries, and compute the angles of positions.
+
+        A masked token has the logit -inf, so that it has no weight.
+        """
+        (q, k, v, angles, _), layout, options = call.inputs, call.layout, call.options
+        keep, in_torch = layout.keep, key.backend == "torch"
+        is_fused = (key.form, key.backend) == ("recurrent", "triton")
+        maps_here = options.feature_map != "identity" and not (
+            is_fused and options.feature_map in KERNEL_MAPS
+        )
+        if keep is not None and (in_torch or maps_here):
+            (q,) = zero_masked(keep, q)
+        if maps_here:
+            q = FEATURE_MAPS[options.feature_map](q)
+        if isinstance(angles, RotaryPositions):
+            angles = angles if is_fused else angles.angles(q.shape[1])
+        elif angles is not None and keep is not None:
+            angles = angles.masked_fill(~keep.any(dim=0)[:, None, None], 0)
+        if in_torch:
+            if key[:2] == ("both", "one_scan") and layout.packing is None:
+                q, k, v = (x.to(product_dtype(q, k, v)) for x in (q, k, v))
+            else:
+                q, k, v = to_accumulation_dtype(q, k, v)
+            if keep is not None:
+                k = k.masked_fill(~keep[:, :, None, None], -torch.inf)
+                (v,) = zero_masked(keep, v)
+        table = None
+        if layout.ranks is not None and key.direction != "both":
+            table = rotary_table(angles, accumulation_dtype(k.dtype))
+        return Inputs(q, k, v, angles, table)
+
+    def carried(self, call: Call) -> tuple[States, States]:
+        (_, k, v, _, table), layout, (state,) = call.inputs, call.layout, call.enters
+        assert layout.ranks is not None
+        k, v = to_accumulation_dtype(k, v)
+        if layout.keep is not None:  # as kernels ignore masked tokens only later
+            k = k.masked_fill(~layout.keep[:, :, None, None], -torch.inf)
+            (v,) = zero_masked(layout.keep, v)
+        if state is not None:
+            state = canonical(state, v.dtype) if layout.ranks.is_first else None
+        shard = layout.packing if isinstance(layout.packing, PackingShard) else None
+        if shard is not None:  # only the last sequence continues
+            is_last = shard.sequence == shard.sequence[:, -1:]
+            k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
+        cos, sin = (None, None) if table is None else table.unbind(-2)
+        own = forms.context_of(k, v, (cos, sin), state)
+        before, last = merged_before(layout.ranks, own, shard)
+        return (before if state is None else merged(state, before),), (last,)

@@ -1,0 +1,129 @@
+"""Where the tokens of a call are: directions, blocks, real tokens, packed sequences and ranks.
+
+Ops take these as separate arguments, and make one `Layout` of them, which checks them once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool
+from torch import Tensor
+
+from onescan.checks import check_floating, check_shapes
+from onescan.ops.blocks import block_ends, check_causal_block
+from onescan.ops.packing import Packing
+from onescan.ops.parallel import Group, SequenceGroup, is_empty, packing_over, sequence_group
+from onescan.shapes import Keep
+
+
+class Layout(NamedTuple):
+    """Where the tokens of a call are.
+
+    Attributes:
+        causal: Whether each token reads only itself and earlier tokens.
+        causal_block: Tokens per block of a blockwise causal call; None for a single block.
+        keep: True for real tokens; None if all are real.
+        packing: The sequences that share a row; None if each row is one sequence.
+        ranks: The ranks across which the token axis is sharded; None for one process.
+        is_empty: Whether this rank has no tokens. It then computes one masked token, so that its
+            graph has the same collectives as those of other ranks.
+        ends_of_blocks: True for the last token of each block; None without blocks.
+    """
+
+    causal: bool
+    causal_block: int | None
+    keep: Keep | None
+    packing: Packing | None
+    ranks: SequenceGroup | None
+    is_empty: bool
+    ends_of_blocks: Bool[Tensor, "_ T"] | None
+
+    @property
+    def limits(self) -> list[str]:
+        """What limits the implementations that fit, as errors name it."""
+        given = {
+            "causal_block": self.causal_block,
+            "cu_seqlens": self.packing,
+            "group": self.ranks,
+        }
+        return [
+            "causal" if self.causal else "both",
+            *(name for name, x in given.items() if x is not None),
+        ]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the call returns a single state, from which later tokens continue."""
+        return self.causal or self.causal_block is not None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a direction restarts from an empty state somewhere."""
+        return self.packing is not None or self.causal_block is not None
+
+    @property
+    def starts(self) -> Bool[Tensor, "_ T"] | None:
+        """True where the forward direction restarts from an empty state; None for nowhere."""
+        return None if self.packing is None else self.packing.starts
+
+    @property
+    def ends(self) -> Bool[Tensor, "_ T"] | None:
+        """True where the backward direction restarts from an empty state; None for nowhere."""
+        if self.causal:
+            return None
+        if self.packing is None or self.ends_of_blocks is None:
+            return self.ends_of_blocks if self.packing is None else self.packing.ends
+        return self.packing.ends | self.ends_of_blocks
+
+    def filled(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
+        """Return tensors, [B, T, ...], with one token of zeros if this rank has none.
+
+        Other arguments, which the op refuses later, are returned as they are.
+        """
+        if not self.is_empty:
+            return tensors
+        return tuple(
+            F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) if isinstance(x, Tensor) else x
+            for x in tensors
+        )
+
+    def emptied(self, o: Tensor) -> Tensor:
+        """Return outputs, [B, T, ...], without the token that `filled` has added."""
+        return o[:, :0] if self.is_empty else o
+
+
+def layout_of(
+    q: Any,
+    pattern: str = "B T H K",
+    *,
+    causal: Any = False,
+    causal_block: Any = None,
+    keep: Any = None,
+    cu_seqlens: Any = None,
+    state: Any = None,
+    group: Group | None = None,
+) -> Layout:
+    """Return the layout of a call with tokens q, from the arguments of an op.
+
+    Raises:
+        ValueError: If q or an argument is invalid, or two arguments cannot be combined.
+
+    >>> layout = layout_of(torch.ones(1, 5, 1, 1), causal_block=2)
+    >>> layout.continues, layout.ends.tolist()
+    (True, [[False, True, False, True, False]])
+    """
+    ranks = sequence_group(group)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal is {causal!r}, expected True or False")
+    if causal_block is not None:
+        check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
+    if isinstance(keep, Tensor) and keep.dtype != torch.bool:
+        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
+    check_floating(q=q)
+    check_shapes(q=(q, pattern))
+    packing = packing_over(ranks, cu_seqlens, q, state=state)
+    of_blocks = None if causal_block is None else block_ends(causal_block, q, packing, ranks)
+    if empty := is_empty(ranks, q):
+        keep = q.new_zeros(q.shape[0], 1, dtype=torch.bool)
+    return Layout(causal, causal_block, keep, packing, ranks, empty, of_blocks)

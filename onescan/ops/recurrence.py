@@ -1,0 +1,231 @@
+"""Run the ops whose state obeys a linear recurrence, S' = P S + U.
+
+Because the recurrence is linear, every option that such ops share is a change of its inputs, and is
+written once, in `run`:
+
+    a masked token                        a neutral update, P = 1 and U = 0
+    a packed sequence, a block            a restart, P = 0
+    an earlier call, another rank         an incoming state
+
+An op describes itself by a `Recurrence`: its shapes and types, how to mask and restart it, and its
+implementations.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from onescan.checks import check_choice, check_no_nan, named_state_tensors, unpack_states
+from onescan.kernels.chips import WIDEST_HEAD
+from onescan.ops.backend import resolved_backend, wants_gradient
+from onescan.ops.layout import Layout
+from onescan.ops.numerics import disable_autocast
+from onescan.shapes import Values
+
+States = tuple[Any, ...]  # of each direction, forward first; None is the empty state
+
+
+class Call(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        inputs: The op's tensors, a NamedTuple with q, k and v; not checked before
+            `Recurrence.check`.
+        layout: Where the tokens are.
+        enters: The incoming state of each direction.
+        options: The op's other arguments.
+        returns_state: Whether the outgoing states are needed.
+        carried: The tensors of the incoming states, by the names used in errors.
+    """
+
+    inputs: Any
+    layout: Layout
+    enters: States
+    options: Any
+    returns_state: bool
+    carried: dict[str, Tensor]
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether gradients are needed."""
+        nested = (x if isinstance(x, tuple) else (x,) for x in self.inputs)
+        tensors = (x for x in chain.from_iterable(nested) if isinstance(x, Tensor))
+        return wants_gradient(*tensors, *self.carried.values())
+
+
+class Key(NamedTuple):
+    """The name of an implementation.
+
+    Attributes:
+        direction: "causal", "both", or another kind of call; see `Recurrence.direction`.
+        form: The algorithm, never "auto".
+        backend: "torch" or "triton".
+    """
+
+    direction: str
+    form: str
+    backend: str
+
+
+class Implementation(NamedTuple):
+    """A form on one backend.
+
+    Attributes:
+        run: Function of a call with prepared inputs that returns the outputs and the outgoing
+            states.
+        carries: Whether it exchanges states with other ranks itself.
+        over_ranks: Whether it supports tokens on several ranks.
+        packed: Whether it supports packed sequences.
+        packed_over_ranks: Whether it supports packed sequences on several ranks.
+    """
+
+    run: Callable[[Call], tuple[Values, States]]
+    carries: bool = False
+    over_ranks: bool = True
+    packed: bool = True
+    packed_over_ranks: bool = True
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether it supports packed sequences and several ranks, if there are any."""
+        is_packed, has_ranks = layout.packing is not None, layout.ranks is not None
+        both_fit = self.packed_over_ranks or not (is_packed and has_ranks)
+        return (self.packed or not is_packed) and (self.over_ranks or not has_ranks) and both_fit
+
+
+class Recurrence(ABC):
+    """What distinguishes an op whose state obeys a linear recurrence.
+
+    Attributes:
+        state: The class of the state of one direction.
+        states: The class of the states of both directions; None if they share one state.
+        implementations: All implementations. Requesting a missing one is an error.
+    """
+
+    state: ClassVar[Any]
+    states: ClassVar[Any] = None
+    implementations: ClassVar[Mapping[Key, Implementation]]
+
+    def direction(self, layout: Layout) -> str:
+        """Return the direction of the implementations that a call may run."""
+        return "causal" if layout.causal else "both"
+
+    def incoming(self, state: Any, layout: Layout) -> States:
+        """Return the incoming state of each direction, from the argument of the caller.
+
+        Raises:
+            ValueError: If it has the wrong type.
+        """
+        return unpack_states(state, self.state, causal=layout.continues)
+
+    @abstractmethod
+    def check(self, call: Call) -> None:
+        """Raise ValueError if types, devices, shapes or options are wrong."""
+
+    @abstractmethod
+    def form_of(self, call: Call, form: str, backend: str) -> str:
+        """Return the form that runs if a form, or "auto", is requested on a backend."""
+
+    def widest_head(self, call: Call) -> int:
+        """Return the most channels of a head that kernels support."""
+        return WIDEST_HEAD
+
+    def blamed(self, inputs: Any) -> dict[str, Tensor | None]:
+        """Return the inputs that must hold neither NaN nor an infinity, by name."""
+        return {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+
+    def why_no_kernel(self, call: Call, form: str) -> str | None:
+        """Return why kernels do not run a call, "with ..., expected ...", or None if they do."""
+        return None
+
+    @abstractmethod
+    def prepared(self, call: Call, key: Key) -> Any:
+        """Return the inputs in the types that an implementation computes in, with masked tokens.
+
+        A masked token neither updates nor decays the state, and its output is zero. Kernels ignore
+        masked tokens themselves, except for their decays.
+        """
+
+    def restarted(self, call: Call) -> Any:
+        """Return prepared inputs that empty the states before `layout.starts` and `layout.ends`.
+
+        By default, forms do this themselves.
+        """
+        return call.inputs
+
+    def carried(self, call: Call) -> tuple[States, States]:
+        """Return the states that enter this rank, and those after the tokens of all ranks."""
+        raise NotImplementedError  # all implementations carry states themselves
+
+
+def run(
+    op: Recurrence,
+    inputs: Any,
+    layout: Layout,
+    state: Any,
+    options: Any,
+    *,
+    form: str,
+    backend: str,
+    return_state: bool = True,
+) -> tuple[Values, Any]:
+    """Check a call, run the implementation that fits, and return the outputs and the state.
+
+    Args:
+        op: The op.
+        inputs: Its tensors, not checked yet.
+        layout: Where the tokens are.
+        state: The state that the caller passed.
+        options: The op's other arguments.
+        form: The form, or "auto".
+        backend: The backend, or "auto".
+        return_state: Whether to return the state. Packed sequences have none.
+    """
+    enters, has_one_state = op.incoming(state, layout), op.states is None or layout.continues
+    carried = named_state_tensors(enters, causal=has_one_state)
+    returns_state = return_state and layout.packing is None
+    call = Call(inputs, layout, enters, options, returns_state, carried)
+    op.check(call)
+    key = choose(op, call, form=form, backend=backend)
+    implementation, made = op.implementations[key], call
+    with disable_autocast(inputs.q):
+        made = made._replace(inputs=op.prepared(made, key))
+        if layout.restarts:
+            made = made._replace(inputs=op.restarted(made))
+        whole = None
+        if layout.ranks is not None and not implementation.carries:
+            enters, whole = op.carried(made)
+            made = made._replace(enters=enters, returns_state=False)
+        o, leaves = implementation.run(made)
+    check_no_nan(o, *carried.values(), **op.blamed(inputs), **carried)
+    o = layout.emptied(o).to(inputs.v.dtype)
+    if not returns_state:
+        return o, None
+    leaves = leaves if whole is None else whole
+    return o, leaves[0] if has_one_state else op.states(*leaves)
+
+
+def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:
+    """Return the implementation that a call runs."""
+    layout, direction = call.layout, op.direction(call.layout)
+    known = [
+        key
+        for key, implementation in op.implementations.items()
+        if key.direction == direction and implementation.fits(layout)
+    ]
+    form_on = partial(op.form_of, call, form)
+    obstacle = op.why_no_kernel(call, form_on("triton"))
+    has_kernel = obstacle is None and Key(direction, form_on("triton"), "triton") in known
+    tensors = call.inputs.q, call.inputs.k, call.inputs.v
+    runs_on = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
+    chosen = form_on(runs_on)
+    limits = ", ".join(layout.limits)
+    check_choice(f"form ({limits})", chosen, ["auto", *dict.fromkeys(key.form for key in known)])
+    pairs = [f"{key.form}/{key.backend}" for key in known]
+    check_choice(f"form/backend ({limits})", f"{chosen}/{runs_on}", pairs)
+    if runs_on == "triton" and obstacle is not None:
+        raise ValueError(f"backend is 'triton' {obstacle}")
+    return Key(direction, chosen, runs_on)
