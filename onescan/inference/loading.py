@@ -36,7 +36,8 @@ class Checkpoint:
     model: nn.Module
     """On the CPU, in evaluation mode."""
     format: Format
-    """How to convert raw input to the model's input: ``format.model_input(images)`` for grids."""
+    """How to convert raw input to the model's input: ``format.model_input(images)`` for images and
+    arrays; ``format.model_input(texts)`` returns the tokens and their padding mask."""
     class_names: tuple[str, ...]
     metrics: dict[str, float]
     """Metrics of these weights on held-out data; empty if they were not evaluated."""
@@ -74,7 +75,7 @@ def load(path: str | Path) -> Checkpoint:
         folder=folder,
         run=data["run"],
         model=model,
-        format=header.format,
+        format=header.format.saved_in(folder),
         class_names=header.class_names,
         metrics=_metrics(notes, weights),
     )

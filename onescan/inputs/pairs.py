@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onescan.inputs.sequences import Ids, SequenceFormat
+from onescan.inputs.sequences import Ids, SequenceFormat, check_texts
 from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
+from onescan.shapes import Keep, Tokens
 
 
 class PairEncoder:
@@ -115,6 +116,19 @@ class PairFormat(SequenceFormat):
     def encode(self, raw: str | tuple[str, str]) -> Ids:
         return self._encoder.encode(*((raw,) if isinstance(raw, str) else raw))[0]
 
+    def model_input(self, inputs: Sequence[str]) -> tuple[Tokens, Keep]:
+        """Convert texts to what the model takes: ``model(*format.model_input(texts))``.
+
+        Returns:
+            The tokens, truncated to `length` and padded on the right, and a mask that is False for
+            padding, both [B, T].
+
+        Raises:
+            ValueError: If there are no texts, one is not a string, or one has no tokens.
+            ImportError: If transformers is needed and not installed.
+        """
+        return super().model_input(check_texts(inputs))
+
     def save(self, folder: Path) -> None:
         self.text.save(folder)
 
@@ -129,4 +143,6 @@ class PairFormat(SequenceFormat):
 
     @cached_property
     def _encoder(self) -> PairEncoder:
+        if self._folder is not None:
+            return self.open(self._folder)
         return PairEncoder(load_tokenizer(self.text.tokenizer), self.length)

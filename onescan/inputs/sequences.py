@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Integer, UInt8
 
 from onescan.inputs.format import Format
+from onescan.messages import named_type
 from onescan.shapes import Keep, Tokens
 
 Ids = Integer[np.ndarray, " _"]  # of one sequence
@@ -32,6 +33,17 @@ class SequenceFormat(Format, ABC):
         Raises:
             ValueError: If the input is not of this format.
         """
+
+    def model_input(self, inputs: Sequence[Any]) -> tuple[Tokens, Keep]:
+        """Convert a batch of inputs, such as texts, to what the model takes: tokens and a mask.
+
+        Returns:
+            The tokens, padded on the right, and a mask that is False for padding, both [B, T].
+
+        Raises:
+            ValueError: If there are no inputs, or one is not of this format.
+        """
+        return pad_tokens([self.encode(each) for each in check_batch(inputs)])
 
 
 SEPARATOR = 256  # between the texts of a pair
@@ -104,6 +116,29 @@ class RecallFormat(Format):
     def vocab_size(self) -> int:
         """Number of token ids."""
         return 1 + self.keys + self.values
+
+
+def check_batch(inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return a batch of inputs. Raise ValueError if it is empty, or a single text.
+
+    >>> check_batch("good soup")
+    Traceback (most recent call last):
+    ValueError: inputs is a single string, expected a list, such as ['good soup']
+    """
+    if isinstance(inputs, str | bytes):
+        kind = "string" if isinstance(inputs, str) else "bytes object"
+        raise ValueError(f"inputs is a single {kind}, expected a list, such as [{inputs[:40]!r}]")
+    if not len(inputs):
+        raise ValueError("inputs is empty, expected at least one")
+    return inputs
+
+
+def check_texts(inputs: Sequence[str]) -> Sequence[str]:
+    """Return a batch of texts. Raise ValueError if it is empty, or not a list of strings."""
+    for place, text in enumerate(check_batch(inputs)):
+        if not isinstance(text, str):
+            raise ValueError(f"inputs[{place}] is {named_type(text)}, expected a string")
+    return inputs
 
 
 def pad_tokens(sequences: Sequence[Ids]) -> tuple[Tokens, Keep]:

@@ -29,8 +29,9 @@ from onescan.checkpoint.files import (
 from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
 from onescan.inputs.format import Format
+from onescan.inputs.sequences import check_texts, pad_tokens
 from onescan.messages import missing_package, named_type
-from onescan.shapes import Tokens
+from onescan.shapes import Keep, Tokens
 
 Ids = NDArray[np.unsignedinteger]  # of one text
 BYTES = "bytes"
@@ -439,6 +440,22 @@ class TextFormat(Format):
             fingerprint=tokenizer.fingerprint(),
         )
 
+    def model_input(self, inputs: Sequence[str]) -> tuple[Tokens, Keep]:
+        """Convert texts to tokens, without special tokens around them.
+
+        Returns:
+            The tokens, padded on the right, and a mask that is False for padding, both [B, T].
+
+        Raises:
+            ValueError: If there are no texts, one is not a string, or one has no tokens.
+            ImportError: If transformers is needed and not installed.
+        """
+        sequences = self._opened.encode_many(check_texts(inputs))
+        for place, tokens in enumerate(sequences):
+            if not len(tokens):
+                raise ValueError(f"inputs[{place}] is {inputs[place]!r}, which has no tokens")
+        return pad_tokens(sequences)
+
     def save(self, folder: Path) -> None:
         if self.tokenizer == BYTES:
             return
@@ -463,6 +480,10 @@ class TextFormat(Format):
         files = from_json((place / CHECKSUMS).read_bytes(), place / CHECKSUMS, REMEDY)
         check_digests(place, files, REMEDY, but=CHECKSUMS)
         return load_tokenizer(str(place))
+
+    @cached_property
+    def _opened(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer) if self._folder is None else self.open(self._folder)
 
 
 class WordBoundaries(NamedTuple):

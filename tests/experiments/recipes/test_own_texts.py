@@ -5,8 +5,12 @@ import gzip
 import json
 import logging
 import random
+import re
+from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
 from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
@@ -16,7 +20,11 @@ from onescan.experiments.data.text.files import read_rows
 from onescan.experiments.data.text_table import LabelledText, _class_names
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary
+from onescan.inference import loading
+from onescan.inference.classification import classify_texts
+from onescan.inputs import PairFormat, TextFormat, load_tokenizer
 
+ROOT = Path(__file__).parents[3]
 WEATHER = ("rain", "wind", "cloud", "storm")
 FOOD = ("bread", "soup", "rice", "salad")
 FILLER = ("the", "was", "very", "good", "today", "and")
@@ -433,6 +441,70 @@ def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
     labels = [row["label"] for row in rows(40, seed=3)]
     assert sum(map(str.__eq__, labels, (row["class"] for row in predicted))) >= 36
     capsys.readouterr()
+
+
+def python_block(page, word):
+    """Return the only example of a page's code that contains a word."""
+    text = (ROOT / "docs" / "howto" / page).read_text()
+    (block,) = [x for x in re.findall(r"^```py\n(.*?)^```", text, re.M | re.S) if word in x]
+    return block
+
+
+def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "texts").mkdir(parents=True)
+    (tmp_path / "runs" / "texts" / "seed-0").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    names = {"torch": torch, "onescan": loading}
+    exec(python_block("own_data.md", "model_input"), names)  # noqa: S102
+    assert capsys.readouterr().out == "['food', 'weather']\n"
+    trained, texts = names["trained"], ["the soup was good", "the rain was cold"]
+    want = classify_texts(trained.model, texts, trained.format.open(run))
+    torch.testing.assert_close(names["probabilities"], want)
+    names["embed"] = lambda tokens, keep: trained.model.network(tokens, keep=keep)[0]
+    code = python_block("embeddings.md", "model_input").replace("RUN", str(run))
+    exec(code, names)  # noqa: S102
+    assert names["vectors"].shape == (2, 17, 32)
+
+
+@pytest.fixture
+def _unchecked():
+    """Calls without the type checks, as users make them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("soup", r"inputs is a single string, expected a list, such as \['soup'\]"),
+        ([], "inputs is empty"),
+        (["soup", 3], r"inputs\[1\] is an int, expected a string"),
+        ([("soup", "rain")], r"inputs\[0\] is a tuple, expected a string"),
+        (["soup", ""], "has no tokens"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["classifier", "language model"])
+def test_batches_that_hold_no_texts_are_refused(kind, texts, message):
+    format = TextFormat.of(load_tokenizer("bytes"))
+    if kind == "classifier":
+        format = PairFormat(text=format, length=16)
+    with pytest.raises(ValueError, match=message):
+        format.model_input(texts)
+
+
+def test_texts_are_read_with_the_tokenizer_in_the_run(tmp_path):
+    word_tokenizer(framed=True).save_pretrained(tmp_path / "words")
+    text = TextFormat.of(load_tokenizer(str(tmp_path / "words")))
+    pair = PairFormat(text=text, length=8)
+    text.save(tmp_path / "run")
+    (tmp_path / "words").rename(tmp_path / "moved")
+    tokens, keep = pair.saved_in(tmp_path / "run").model_input(["the cat", "a"])
+    assert tokens.tolist() == [[2, 5, 6, 3], [2, 9, 3, 0]]
+    assert keep.tolist() == [[True] * 4, [True, True, True, False]]
+    tokens, _ = text.saved_in(tmp_path / "run").model_input(["the cat", "a"])
+    assert tokens.tolist() == [[5, 6], [9, 0]]
 
 
 def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path, capsys):
