@@ -23,6 +23,7 @@ from onescan.experiments.data.base import (
     held_out_note,
     listed,
     missing_classes_note,
+    similar_names_note,
     stratified_split,
 )
 from onescan.experiments.data.images import ImageSet, ImageSplits
@@ -66,10 +67,10 @@ class ArrayDatasetConfig(DataConfig):
 
     The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
     x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first; y
-    has shape [N] and holds class indices from 0. Bytes are scaled to 0 to 1. Other types are
-    standardized in float64 if their mean is large compared with their standard deviation, as with
-    Unix times, and otherwise in float32. Files that are not compressed are mapped into memory
-    instead of being read.
+    has shape [N] and holds class indices from 0, or strings, which name the classes. Bytes are
+    scaled to 0 to 1. Other types are standardized in float64 if their mean is large compared with
+    their standard deviation, as with Unix times, and otherwise in float32. Files that are not
+    compressed are mapped into memory instead of being read.
     """
 
     path: str
@@ -83,7 +84,7 @@ class ArrayDatasetConfig(DataConfig):
     split_seed: int = 0
     """Random seed of the train-test split."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes in order; () numbers them."""
+    """Names of the classes in order; () numbers them or, if y holds strings, sorts these."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel, subtracted; None computes it from the training examples."""
     std: tuple[float, ...] | None = None
@@ -108,13 +109,16 @@ class ArrayDatasetConfig(DataConfig):
         names = ("train", "test") if has_splits else ("",)
         suffixes = [f"_{name}" if name else "" for name in names]
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
-        classes = self._classes(pairs)
+        labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
+        classes, labels = self._classes(labels_by_name)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
-            ArrayDataset(x=x, labels=labels, places=torch.arange(len(x)), **layout)
-            for x, labels in pairs
+            ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
+            for suffix, (x, _), each in zip(suffixes, pairs, labels, strict=True)
         ]
         notes = self._notes(arrays, suffixes)
+        if pairs[0][1].dtype.kind == "U":
+            notes += similar_names_note(classes)
         if has_splits:
             train, test = sets
             if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
@@ -132,21 +136,23 @@ class ArrayDatasetConfig(DataConfig):
             parts = stratified_split(
                 sets[0].labels, fraction=self.test_fraction, seed=self.split_seed
             )
-            train, test = (
-                ArrayDataset(x=sets[0].x, labels=sets[0].labels, places=places, **layout)
-                for places in parts
-            )
+            train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
-        format = self._format(train)
+        try:
+            format = self._format(train)
+            if is_wide := isinstance(format, ArrayFormat) and format.needs_float64:
+                train, test = (replace(part, dtype=np.float64) for part in (train, test))
+            test.check_finite()  # the statistics have read the training examples
+        except NotFiniteError as error:
+            raise ValueError(f"data.path is {self.path!r}, where {error}") from error
         notes += missing_classes_note(train.labels[train.places], classes)
         notes += missing_classes_note(test.labels[test.places], classes, part="test")
         if isinstance(format, ImageFormat):
             return ImageSplits(
                 train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
             )
-        if format.needs_float64:
+        if is_wide:
             notes.append("x is standardized in float64, because float32 would round its values")
-            train, test = (replace(part, dtype=np.float64) for part in (train, test))
         return ArraySplits(
             train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
         )
@@ -216,7 +222,7 @@ class ArrayDatasetConfig(DataConfig):
                 hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
         return config, hint
 
-    def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Labels]:
+    def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Array]:
         """Open x and y of a split and check their shapes and types."""
         for name in (f"x{suffix}", f"y{suffix}"):
             if name not in arrays:
@@ -235,16 +241,16 @@ class ArrayDatasetConfig(DataConfig):
             )
         if x.dtype.kind not in "fiub":
             raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
-        if y.dtype.kind not in "iub":
-            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers")
+        if y.dtype.kind not in "iubU":
+            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers or strings")
         if y.shape != (len(x),):
             raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
-        if y.min() < 0 or y.max() >= MAX_CLASSES:
+        if y.dtype.kind != "U" and (y.min() < 0 or y.max() >= MAX_CLASSES):
             row = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
             raise ValueError(
                 f"{where} y{suffix}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
             )
-        return x, torch.from_numpy(np.array(y, dtype=np.int64))
+        return x, y
 
     def _array(self, arrays: Mapping[str, "_Open"], name: str) -> Array:
         try:
@@ -254,24 +260,52 @@ class ArrayDatasetConfig(DataConfig):
                 f"data.path is {self.path!r}, where {name} cannot be read: {error}"
             ) from error
 
-    def _classes(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
+    def _classes(self, labels: Mapping[str, Array]) -> tuple[tuple[str, ...], list[Labels]]:
         """Name the classes and check that all labels belong to them. Training data defines them.
 
         Args:
-            pairs: Examples and labels of each split.
+            labels: Labels of each split, by the name of the array, training data first.
+
+        Returns:
+            The names, and the labels as class indices.
         """
-        count = len(self.class_names) or int(pairs[0][1].max()) + 1
+        where = f"data.path is {self.path!r}, where"
+        names, first = self.class_names, next(iter(labels.values()))
+        if first.dtype.kind == "U":
+            names = names or tuple(sorted(set(first.tolist())))
+            labels = {name: self._indices(name, y, names) for name, y in labels.items()}
+        for name, y in labels.items():
+            if y.dtype.kind == "U":
+                raise ValueError(f"{where} {name} holds strings, expected integers as in y_train")
+        lowest = min(int(y.min()) for y in labels.values())
+        if lowest > 0 and not names:
+            raise ValueError(
+                f"{where} the lowest label is {lowest}, but labels count from 0: save y - {lowest} "
+                "instead of y, or name all classes with data.class_names"
+            )
+        count = len(names) or int(next(iter(labels.values())).max()) + 1
         if count < MIN_CLASSES:
             raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")
-        names = ("y_train", "y_test") if len(pairs) > 1 else ("y",)
-        for name, (_, labels) in zip(names, pairs, strict=True):
-            if (high := labels >= count).any():
-                row = int(high.int().argmax())
-                raise ValueError(
-                    f"data.path is {self.path!r}, where {name}[{row}] is {labels[row]}, expected 0 "
-                    f"to {count - 1}"
-                )
-        return self.class_names or tuple(str(number) for number in range(count))
+        for name, y in labels.items():
+            if (high := y >= count).any():
+                row = int(high.argmax())
+                raise ValueError(f"{where} {name}[{row}] is {y[row]}, expected 0 to {count - 1}")
+        indices = [torch.from_numpy(np.array(y, dtype=np.int64)) for y in labels.values()]
+        return names or tuple(str(number) for number in range(count)), indices
+
+    def _indices(self, name: str, y: Array, classes: Sequence[str]) -> Array:
+        """Convert the names of classes to their indices."""
+        where = f"data.path is {self.path!r}, where {name}"
+        if y.dtype.kind != "U":
+            raise ValueError(f"{where} holds {y.dtype}, expected strings as in y_train")
+        places = {label: place for place, label in enumerate(classes)}
+        for row, label in enumerate(y.tolist()):
+            if not label.strip():
+                raise ValueError(f"{where}[{row}] is {label!r}, expected the name of a class")
+            if label not in places:
+                known = listed(list(map(repr, classes)))
+                raise ValueError(f"{where}[{row}] is {label!r}, expected one of {known}")
+        return np.array([places[label] for label in y.tolist()])
 
     def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
         channels, *shape = train.shape
@@ -290,6 +324,10 @@ class ArrayDatasetConfig(DataConfig):
         )
 
 
+class NotFiniteError(ValueError):
+    """An example with values that are not finite."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArrayDataset(ImageSet):
     """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes].
@@ -302,6 +340,7 @@ class ArrayDataset(ImageSet):
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
         dtype: Type to convert x to, except bytes; None keeps its own.
         share: Shard of the first axis of each example to read.
+        name: Name of x, for messages.
     """
 
     x: Array
@@ -311,6 +350,7 @@ class ArrayDataset(ImageSet):
     channels_first: bool = False
     dtype: Any = np.float32
     share: Share = WHOLE
+    name: str = "x"
 
     def shared(self, share: Share) -> "ArrayDataset":
         return replace(self, share=share)
@@ -343,8 +383,7 @@ class ArrayDataset(ImageSet):
                 differ by too little.
         """
         whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
-        size = max(1, CHUNK // self.x[0].size)
-        chunks = [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+        chunks = self._chunks()
         count = len(self) * self.x[0].size // self.shape[0]
 
         def channels() -> Iterator[Tensor]:
@@ -375,6 +414,16 @@ class ArrayDataset(ImageSet):
         std = torch.where(std > EPSILON * mean.abs(), std / scale, 1.0)
         return tuple((mean / scale).tolist()), tuple(std.tolist())
 
+    def check_finite(self) -> None:
+        """Raise NotFiniteError if a value is not finite as it is read; names the example."""
+        if self.x.dtype.kind == "f":
+            for chunk in self._chunks():
+                self._values(self.places[chunk.start : chunk.stop].numpy())
+
+    def _chunks(self) -> list[range]:
+        size = max(1, CHUNK // self.x[0].size)
+        return [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+
     def _values(self, places: NDArray[np.int64]) -> Tensor:
         """Read examples with channels first: bytes as they are, other types as `dtype`.
 
@@ -393,7 +442,9 @@ class ArrayDataset(ImageSet):
         tensor = torch.from_numpy(values)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             row = int(places[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
-            raise ValueError(f"example {row} of x has values that are not finite")
+            raise NotFiniteError(
+                f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
+            )
         if tensor.ndim == self.axes + 1:
             return tensor.unsqueeze(1)
         if self.channels_first:
@@ -448,6 +499,7 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
             axes=len(shape),
             channels_first=is_first,
             dtype=_read_as(format),
+            name=name,
         )
         if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
             return data
@@ -484,7 +536,10 @@ def _open(path: str) -> dict[str, _Open]:
     if place.is_dir():
         return {file.stem: _opens_file(file) for file in sorted(place.glob("*.npy"))}
     if place.suffix != ".npz":
-        raise ValueError(f"data.path is {path!r}, expected a .npz file or a folder of .npy files")
+        raise ValueError(
+            f"data.path is {path!r}, expected a .npz file or a folder of .npy files; "
+            "docs/howto/own_data.md shows how to convert CSV files"
+        )
     try:
         with zipfile.ZipFile(place) as archive:
             members = archive.infolist()

@@ -171,6 +171,7 @@ def test_statistics_do_not_depend_on_the_chunks(tmp_path, monkeypatch):
 
 X = np.ones((COUNT, 4), np.float32)
 NAN = np.where(np.arange(COUNT)[:, None] == 5, np.nan, X)
+NAMES = np.array(["up", "down", "flat"])[Y]
 FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
 
 
@@ -186,7 +187,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({"x": X.astype(str)}, {}, "x holds <U32"),
         ({"x": X.astype(object)}, {}, "x cannot be read"),
         ({"y": Y.astype(object)}, {}, "y cannot be read"),
-        ({"y": Y.astype(float)}, {}, "y holds float64, expected integers"),
+        ({"y": Y.astype(float)}, {}, "y holds float64, expected integers or strings"),
         ({"y": Y[:, None]}, {}, r"y has shape \(12, 1\), expected \(12,\)"),
         ({"y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
         ({"y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),
@@ -198,7 +199,17 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({**FOUR, "x_test": None, "y_test": None}, {}, "no array x_test"),
         ({**FOUR, "y_test": Y + 1}, {}, r"y_test\[2\] is 3, expected 0 to 2"),
         ({**FOUR, "x_test": X[:, :3]}, {}, r"x_test .* \(1, 3\), expected \(1, 4\)"),
-        ({**FOUR, "x_train": NAN}, {}, "example 5 of x .* not finite"),
+        ({"y": Y + 1}, {}, r"the lowest label is 1, but labels count from 0: save y - 1 "),
+        ({**FOUR, "y_train": Y + 2, "y_test": Y + 3}, {}, "lowest label is 2, but .* y - 2"),
+        ({**FOUR, "x_train": NAN}, {}, "path is .* where example 5 of x_train .* not finite"),
+        ({**FOUR, "x_test": NAN}, {}, "path is .* where example 5 of x_test .* not finite"),
+        ({"y": NAMES, "x": NAN}, {}, "where example 5 of x has values that are not finite"),
+        ({"y": np.char.encode(NAMES)}, {}, r"y holds \|S4, expected integers or strings"),
+        ({"y": np.where(Y == 2, "", NAMES)}, {}, r"y\[2\] is '', expected the name of a class"),
+        ({"y": np.full(COUNT, "up")}, {}, "one class"),
+        ({"y": NAMES}, {"class_names": ("up", "down")}, r"y\[2\] is 'flat', expected one of 'up'"),
+        ({**FOUR, "y_train": NAMES}, {}, "y_test holds int64, expected strings as in y_train"),
+        ({**FOUR, "y_test": NAMES}, {}, "y_test holds strings, expected integers as in y_train"),
         ({}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 numbers"),
         ({}, {"std": (0.0,)}, r"data.std is \(0.0,\)"),
         ({}, {"test_fraction": 1.0}, "data.test_fraction is 1.0"),
@@ -213,10 +224,34 @@ def test_unusable_arrays_are_refused(tmp_path, change, options, message, kind):
         build(path, **{"axes": 1, "test_fraction": 0.5, **options})
 
 
-def test_test_arrays_that_are_not_finite_are_found_when_read(tmp_path):
-    splits = build(save(tmp_path / "a", **{**FOUR, "x_test": NAN}), axes=1)
-    with pytest.raises(ValueError, match="example 5"):
-        read(splits.test, [6, 5, 4])
+def test_values_that_are_not_finite_are_found_when_read(tmp_path):
+    constants = {"mean": (0.0,), "std": (1.0,)}
+    splits = build(save(tmp_path / "a", **{**FOUR, "x_train": NAN}), axes=1, **constants)
+    with pytest.raises(ValueError, match="example 5 of x_train has"):
+        read(splits.train, [6, 5, 4])
+
+
+@pytest.mark.parametrize("names", [(), ("up", "flat", "down", "other")])
+def test_strings_name_the_classes(tmp_path, names):
+    test = np.array(["flat", "down"])
+    arrays = {**FOUR, "y_train": NAMES, "x_test": X[:2], "y_test": test}
+    splits = build(save(tmp_path / "a", **arrays), axes=1, class_names=names)
+    assert splits.class_names == (names or ("down", "flat", "up"))
+    for part, labels in ((splits.train, NAMES), (splits.test, test)):
+        assert [splits.class_names[i] for i in part.labels] == labels.tolist()
+    assert (
+        build(
+            save(tmp_path / "b", x=X, y=np.where(Y == 1, "Up", NAMES)), axes=1, test_fraction=0.5
+        ).notes[0]
+        == "separate classes have similar names: 'Up' and 'up'"
+    )
+
+
+def test_labels_may_start_above_zero_if_classes_are_named_or_tested(tmp_path):
+    path = save(tmp_path / "a", x=X, y=Y + 1)
+    assert len(build(path, axes=1, class_names=tuple("abcd"), test_fraction=0.5).class_names) == 4
+    path = save(tmp_path / "b", **{**FOUR, "y_train": Y + 1})
+    assert "classes without training examples: 0" in build(path, axes=1).notes
 
 
 @pytest.mark.parametrize(
@@ -241,7 +276,10 @@ def test_damaged_files_are_named(tmp_path, kind, change, message):
 
 def test_missing_files_are_named(tmp_path):
     (tmp_path / "a.npy").touch()
-    for name, message in (("nowhere", "no such file"), ("a.npy", r"expected a \.npz file or a")):
+    for name, message in (
+        ("nowhere", "no such file"),
+        ("a.npy", r"expected a \.npz file or a .*own_data\.md shows how to convert CSV files"),
+    ):
         with pytest.raises(ValueError, match=rf"data\.path is .*{name}.*{message}"):
             build(str(tmp_path / name))
 
@@ -280,7 +318,10 @@ def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
     for path, message in [
         (save(tmp_path / "a", x=x[:, :, :30]), "expected [N, 2, 40] or [N, 40, 2]"),
         (save(tmp_path / "b", u=x, v=x), "has no array x; found: u, v"),
-        (save(tmp_path / "c", x=np.where(x, np.nan, x)), "c.npz: example 0 of x has values"),
+        (
+            save(tmp_path / "c", x=np.where(x, np.nan, x)),
+            "c.npz: example 0 of x has values that are not finite (NaN",
+        ),
         (save(tmp_path / "d", x=x.astype(str)), "d.npz: x holds"),
         (save(tmp_path / "e", x=x.astype(object)), "e.npz: x cannot be read"),
         (tmp_path / "none.npz", "there is no file"),
@@ -474,12 +515,12 @@ def test_images_are_predicted_from_arrays_by_their_type(tmp_path):
 
 
 def test_notes_on_arrays(tmp_path):
-    x, y = values(COUNT, 4), Y + 1
+    x, y = values(COUNT, 4), Y * 2
     notes = build(save(tmp_path / "a", x=x, y=y), axes=1, test_fraction=0.25).notes
     assert notes == (
         "3 of 12 examples are held out, because there is no test split",
-        "classes without training examples: 0",
-        "classes without test examples: 0",
+        "classes without training examples: 1, 3",
+        "classes without test examples: 1, 3",
     )
     both = {"x_train": x, "y_train": Y > 0, "x_test": x, "y_test": Y > 0}
     path = save(tmp_path / "b", "folder", **both, x_val=x, y_val=Y)

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary,
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 
+ROOT = Path(__file__).parents[3]
 SHAPES = ("circle", "square", "triangle")
 
 
@@ -239,10 +241,36 @@ def test_more_are_held_out_of_small_data(tmp_path, count, classes):
         inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
 
 
-def test_labels_that_start_at_one_are_warned_of(tmp_path):
-    np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
+def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, capsys):
+    lines = ["label,a,b,c,d,e,f,g,h"]
+    for number in range(24):
+        name, sign = (("up", 1), ("down", -1))[number % 2]
+        lines.append(",".join([name, *(str(sign * i + number / 30) for i in range(8))]))
+    (tmp_path / "signals.csv").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "howto" / "own_data.md").read_text()
+    (code,) = (x for x in re.findall(r"^```py\n(.*?)^```", page, re.M | re.S) if "signals.csv" in x)
+    exec(code, {})  # noqa: S102
+    small = ("--model.width", 16, "--model.depth", 1, "--training.epochs", 10)
+    assert onescan("train", "signal_classifier", "--data.path", "data.npz", *small) == 0
+    assert "in 2 classes (down, up), 8 values, 1 channel" in capsys.readouterr().out
+    np.save("new.npy", np.array([np.arange(8), -np.arange(8)], np.float32))
+    run = "runs/signal_classifier/seed-0"
+    assert onescan("predict", run, "new.npy", "--top-k", 1) == 0
+    assert re.findall(r"new.npy\[\d\]: (\w+)", capsys.readouterr().out) == ["up", "down"]
+
+
+def test_labels_with_gaps_are_warned_of(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 * 2)
     _, lines = inferred("signal_classifier", tmp_path / "data.npz")
-    assert lines[-1] == "warning: no training examples of class 0; labels count from 0"
+    assert lines[-1] == "warning: no training examples of class 1, 3; labels count from 0"
+
+
+def test_labels_that_start_at_one_are_refused(tmp_path, capsys):
+    np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
+    argv = ("train", "signal_classifier", "--data.path", tmp_path / "data.npz")
+    assert onescan(*argv) == 2
+    assert "the lowest label is 1, but labels count from 0: save y - 1" in capsys.readouterr().err
 
 
 def test_corrupt_images_say_how_to_skip_them(tmp_path):
