@@ -66,6 +66,15 @@ def named_type(value: object) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, as plural unless it is 1.
+
+    >>> counted(1, "cell"), counted(2_000, "cell")
+    ('1 cell', '2,000 cells')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def printable(text: object, keep: str = "") -> str:
     r"""Escape control characters, so that text is safe to print on a terminal.
 

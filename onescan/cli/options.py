@@ -248,6 +248,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     '--model.width is 0'
     >>> name_flags("pass overwrite=True", ["train", "digits"])
     'pass --overwrite'
+    >>> name_flags("there is no column 'text' (text_column selects one)", ["train", "digits"])
+    "there is no column 'text' (--data.text-column selects one)"
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
@@ -261,6 +263,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
             message = re.sub(rf"^{end}(?= (?:(?:is|has|contains|without)\b|\d))", shown, message)
             if "_" in end:  # not a word of the message
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
+    prefix = "--data." if argv and argv[0] == "train" else "--"
+    message = re.sub(r"\b(?:data\.)?(\w+)_column (?=selects one)", rf"{prefix}\1-column ", message)
     return message.replace("overwrite=True", "--overwrite")
 
 

@@ -92,8 +92,9 @@ def predict(argv: Argv) -> None:
     if len(unreadable) > MAX_SKIPPED:
         print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
     if not predictions:
-        found = f": {unreadable[0]}" if unreadable else ""
-        raise ValueError(f"inputs has no readable {'text' if of_texts else 'image'}{found}")
+        reason = f": {unreadable[0]}" if unreadable else ""
+        kind, places = "text" if of_texts else "image", ", ".join(options.inputs)
+        raise ValueError(f"there is no readable {kind} in {places}{reason}")
     if options.out is not None:
         from onescan.checkpoint.files import write_atomically
 
@@ -114,7 +115,7 @@ def _image_probabilities(
     from onescan.experiments.data.arrays import read_inputs
     from onescan.experiments.tasks.image_classification import classify_arrays
     from onescan.inference.classification import classify
-    from onescan.inputs import GridFormat
+    from onescan.inputs import GridFormat, ImageFormat
 
     format = checkpoint.format
     arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
@@ -128,7 +129,8 @@ def _image_probabilities(
                     yield f"{path}[{row}]", scores
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-    for file, is_in_folder in _images_at([Path(path) for path in paths]):
+    is_image_model = isinstance(format, ImageFormat)
+    for file, is_in_folder in _images_at([Path(path) for path in paths], walk=is_image_model):
         try:
             (scores,) = classify(checkpoint.model, [file], format)
         except (OSError, ValueError) as error:
@@ -146,10 +148,10 @@ def _data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -
     return value if isinstance(value, type(default)) else default
 
 
-def _images_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield files, and the images in folders, and whether they were found in a folder."""
+def _images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
+    """Yield files and, if `walk`, the images in folders, and whether they are in a folder."""
     for path in paths:
-        if not path.is_dir():
+        if not (walk and path.is_dir()):
             yield path, False
             continue
         from onescan.experiments.data.sources import images_below

@@ -26,10 +26,13 @@ def classify(
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If a file is not a complete image, or the model does not classify images.
+        ValueError: If there are no paths, a file is not a complete image, or the model does not
+            classify images.
     """
+    if not paths:
+        raise ValueError("paths is empty, expected at least one image file")
     if not isinstance(format, ImageFormat):
-        raise ValueError(f"the model reads {_inputs(format)}, not image files")
+        raise ValueError(f"the model reads {_inputs(format)}, not '{paths[0]}'")
     _check_classifier(model)
     device = next(model.parameters()).device
     images = (read_image(path, format)[None].to(device) for path in paths)

@@ -26,6 +26,7 @@ from onescan.inputs.image_files import (
     resize_pixels,
     to_pixels,
 )
+from onescan.messages import counted
 
 AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
 AnyArray = Shaped[np.ndarray, "*batch_channels_axes"]
@@ -87,7 +88,9 @@ def check_constants(channels: int, **constants: tuple[float, ...]) -> None:
     """
     for name, numbers in constants.items():
         if len(numbers) != channels:
-            raise ValueError(f"{name} is {numbers}, expected {channels} numbers: one per channel")
+            raise ValueError(
+                f"{name} is {numbers}, expected {counted(channels, 'number')}: one per channel"
+            )
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
             raise ValueError(f"{name} is {numbers}, expected finite numbers")
         if name.endswith("std") and min(numbers) <= 0:

@@ -433,8 +433,10 @@ def test_image_files_are_classified(whole, tmp_path):
     torch.testing.assert_close(probabilities, checkpoint.model(images).softmax(dim=1).detach())
     with pytest.raises(FileNotFoundError, match=r"nowhere\.png"):
         classify(checkpoint.model, [paths[0], tmp_path / "nowhere.png"], checkpoint.format)
-    with pytest.raises(ValueError, match="the model reads other data, not image files"):
+    with pytest.raises(ValueError, match=r"the model reads other data, not '.*rows\.png'"):
         classify(checkpoint.model, paths, Format())
+    with pytest.raises(ValueError, match="paths is empty"):
+        classify(checkpoint.model, [], checkpoint.format)
 
 
 def test_a_trained_model_is_loaded(whole):

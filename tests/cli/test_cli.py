@@ -401,7 +401,9 @@ def test_invalid_checkpoints_and_images_are_rejected(runs, tmp_path, capsys):
     assert_fails(capsys, ["predict", run, text], "text.png is not an image")
     os.mkfifo(tmp_path / "pipe")
     assert_fails(capsys, ["predict", run, tmp_path / "pipe"], "pipe is not an image file")
-    assert_fails(capsys, ["predict", run, tmp_path], "inputs has no readable image")
+    (tmp_path / "empty").mkdir()
+    assert_fails(capsys, ["predict", run, tmp_path / "empty"], f"image in {tmp_path / 'empty'}")
+    assert_fails(capsys, ["predict", run, tmp_path], f"there is no readable image in {tmp_path}: ")
     assert_fails(capsys, ["predict", run, text, "--top-k", "0"], "--top-k is 0")
 
 

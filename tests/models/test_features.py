@@ -201,7 +201,7 @@ def test_images_are_padded_at_their_ends():
     ):
         with pytest.raises(ValueError, match=message):
             pad_images(wrong)
-    with pytest.raises(ValueError, match="multiple has 1 numbers, expected 2"):
+    with pytest.raises(ValueError, match="multiple has 1 number, expected 2"):
         pad_images(images, multiple=(2,))
 
 

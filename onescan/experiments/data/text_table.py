@@ -28,6 +28,7 @@ from onescan.experiments.data.text.lines import Row, file_type, is_unicode
 from onescan.experiments.data.text.source import left_out_note
 from onescan.inputs.pairs import PairEncoder, PairFormat
 from onescan.inputs.tokenizer import BYTES, TextFormat, load_tokenizer
+from onescan.messages import counted
 
 SPLIT_COLUMN = "split"
 MIN_CLASSES = 2
@@ -102,7 +103,8 @@ def _cell(row: Row, column: str, field: str) -> Any:
     if column not in row.cells:
         names = ", ".join(map(str, row.cells)) or "none"
         raise ValueError(
-            f"{field} is {column!r}, but {row.place}, has no such column; available: {names}"
+            f"{field} is {column!r}, but {row.place}, has no such column; available: {names} "
+            f"({field} selects one)"
         )
     return row.cells[column]
 
@@ -182,8 +184,8 @@ class TextTableConfig(DataConfig):
             notes.append(f"splits not used: {listed(unused)}")
         report_unreadable(self.path, failures)
         if failures:
-            rows = "row" if len(failures) == 1 else "rows"
-            notes.append(f"left out {len(failures)} {rows} of {self.path} that cannot be read")
+            left_out = counted(len(failures), "row")
+            notes.append(f"left out {left_out} of {self.path} that cannot be read")
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
         classes = {name: place for place, name in enumerate(names)}
@@ -240,9 +242,7 @@ class TextTableConfig(DataConfig):
                         continue
                     parts.setdefault(part, []).append(LabelledText(text, label, row.place))
         if empty:
-            notes.append(
-                f"left out {empty} empty {'line' if empty == 1 else 'lines'} of {self.path}"
-            )
+            notes.append(f"left out {counted(empty, 'empty line')} of {self.path}")
         notes += labels.notes()
         return parts
 

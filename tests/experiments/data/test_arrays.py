@@ -210,7 +210,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({"y": NAMES}, {"class_names": ("up", "down")}, r"y\[2\] is 'flat', expected one of 'up'"),
         ({**FOUR, "y_train": NAMES}, {}, "y_test holds int64, expected strings as in y_train"),
         ({**FOUR, "y_test": NAMES}, {}, "y_test holds strings, expected integers as in y_train"),
-        ({}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 numbers"),
+        ({}, {"mean": (0.0, 1.0)}, r"data.mean is \(0.0, 1.0\), expected 1 number: one per"),
         ({}, {"std": (0.0,)}, r"data.std is \(0.0,\)"),
         ({}, {"test_fraction": 1.0}, "data.test_fraction is 1.0"),
     ],
@@ -315,6 +315,7 @@ def test_arrays_are_predicted(signals, tmp_path, capsys):
 def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
     x = np.ones((3, 2, 40))
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "a.csv").write_text("0,1")
     for path, message in [
         (save(tmp_path / "a", x=x[:, :, :30]), "expected [N, 2, 40] or [N, 40, 2]"),
         (save(tmp_path / "b", u=x, v=x), "has no array x; found: u, v"),
@@ -325,7 +326,9 @@ def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
         (save(tmp_path / "d", x=x.astype(str)), "d.npz: x holds"),
         (save(tmp_path / "e", x=x.astype(object)), "e.npz: x cannot be read"),
         (tmp_path / "none.npz", "there is no file"),
-        (tmp_path / "a.png", "the model reads arrays (.npz or .npy files), not image files"),
+        (tmp_path / "a.png", f"arrays (.npz or .npy files), not '{tmp_path / 'a.png'}'"),
+        (tmp_path / "a.csv", f"arrays (.npz or .npy files), not '{tmp_path / 'a.csv'}'"),
+        (tmp_path, f"the model reads arrays (.npz or .npy files), not '{tmp_path}'"),
     ]:
         assert main(["predict", str(signals), str(path)]) == 2
         assert message in capsys.readouterr().err

@@ -84,7 +84,7 @@ def test_unreadable_lines_are_named_or_skipped(title, line, message, tmp_path, c
     assert [row.texts[-1] for row in data.train.rows][2:] == ["after"]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert f"train.tsv, line {3 if title == 'CoLA' else 4}: " in caplog.text
-    assert "1 rows could not be read" in caplog.text
+    assert "1 row could not be read" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ GOOD = "Source\tTarget\n[MAX 1 2 ]\t2\n"
         *(
             (f"{GOOD}{line}\n", 3, found)
             for line, found in (
-                ("[MAX 1 2 ]", "1 cells"),
+                ("[MAX 1 2 ]", "1 cell between"),
                 ("[MAX 1 2 ]\t2\t2", "3 cells"),
-                ("", "1 cells"),
+                ("", "1 cell between"),
                 ("[MAX 1 2 ]\t12", "'12', expected 0 to 9"),
                 ("[MAX 1 2 ]\t1", "1, but .* 2"),
                 ("[MAX 1 X ]\t1", "'X'"),

@@ -492,7 +492,7 @@ BAD = [  # file, lines, message, texts that can be read
     ("a.jsonl", [*ONE, '{"text": "\\ud83d"}'], "line 2: .*'text' holds half", "a"),
     ("a.jsonl", [*ONE, "[" * 100_000], "line 2", "a"),
     ("a.jsonl", [*ONE, "1" * 5000], "line 2", "a"),
-    ("a.csv", ["text,n", "a,1", "b"], "line 3: .* 1 cells, expected 2", "a"),
+    ("a.csv", ["text,n", "a,1", "b"], "line 3: .* 1 cell, expected 2", "a"),
     ("a.csv", ["text,n", "a,1", '"b,1'], "line 3", "a"),
     ("a.csv", ["text", "a", "\udcff", "b"], "line 3: .*byte 0xff", "ab"),
     ("a.txt", ["a", "b", "c \udcff", "d"], "line 3: .* UTF-8", "abd"),

@@ -126,6 +126,21 @@ def test_columns_and_integer_labels(tmp_path):
         build(path, text_column="body", label_column="stars", split_column="part")
 
 
+def test_missing_columns_name_their_flags(tmp_path, capsys):
+    path = write_csv(tmp_path / "a.csv", [{"body": row["text"], "stars": 1} for row in rows(8)])
+    for argv, flag in [
+        (("train", "text_classifier", "--data.path", path), "--data.text-column"),
+        (("train", "language_model", "--data.path", path), "--data.text-column"),
+        (
+            ("train", "text_classifier", "--data.path", path, "--data.text-column", "body"),
+            "--data.label-column",
+        ),
+        (("tokenizer", path, "--out", tmp_path / "words"), "--text-column"),
+    ]:
+        assert onescan(*argv) == 2
+        assert f"body, stars ({flag} selects one)\n" in capsys.readouterr().err
+
+
 def test_named_parts(tmp_path):
     parts = ["train", "train", "Validation", "test"] * 10
     table = [row | {"split": part} for row, part in zip(rows(40), parts, strict=True)]
@@ -146,7 +161,7 @@ def test_named_parts(tmp_path):
 
 
 BAD_CSV = [
-    ("food", "line 4: there are 1 cells, expected 2"),
+    ("food", "line 4: the row has 1 cell, expected 2"),
     (",food", "line 4: the text is empty"),
     ("soup, ", "line 4: the label is empty"),
     ('"soup"x,food', "line 4: invalid table row: ',' expected after"),
@@ -166,7 +181,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path, caplog, line, message):
         data = build(tmp_path / "a.csv", on_error="skip")
     assert len(data.train) + len(data.test) == 20
     assert "line 4" in caplog.text
-    assert "1 rows could not be read" in caplog.text
+    assert "1 row could not be read" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -330,7 +345,7 @@ def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
     lines = [f"text{comma}label", *(f"text {i}{comma}{i % 2}" for i in range(8)), "", "", "x"]
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(("\ufeff" + end.join(lines)).encode())
-    with pytest.raises(ValueError, match=rf"a.{suffix}, line 12: there are 1 cells, expected 2"):
+    with pytest.raises(ValueError, match=rf"a.{suffix}, line 12: the row has 1 cell, expected 2"):
         build(path)
     data = build(path, on_error="skip", test_fraction=0.25)
     assert sorted(texts_of(data)) == [f"text {i}" for i in range(8)]
@@ -349,7 +364,7 @@ def test_every_line_end_and_empty_lines(tmp_path, suffix, end):
         ("a.tsv", b"text,label\n", "line 1: .* separated by commas, expected tabs"),
         ("a.csv", b"text,label\na,0\nb\0c,1\n", "line 3: .* control character"),
         ("a.tsv", b"text\tlabel\na\t0\nb\0c\t1\n", "line 3: .* control character"),
-        ("a.csv", b"text,label\na,0,\n", "line 2: there are 3 cells, expected 2"),
+        ("a.csv", b"text,label\na,0,\n", "line 2: the row has 3 cells, expected 2"),
         ("a.csv", "text,label\nab,0\n".encode("utf-16-le"), "a.csv is full of control"),
         (
             "a.csv",

@@ -398,7 +398,7 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"train\.tsv, line 3: the text is empty"):
         broken.example(1)
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\nbad\n")
-    says(r"train\.tsv, line 3: 1 cells between tabs, expected 2: text, label")
+    says(r"train\.tsv, line 3: 1 cell between tabs, expected 2: text, label")
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\n")
     says("texts have 1 classes, expected two or more")
     (tmp_path / "train.tsv").write_text("text\tlabel\n")

@@ -38,6 +38,7 @@ from onescan.inputs.listops import (
     decode,
     encode,
 )
+from onescan.messages import counted
 
 HeldOut = Literal["val", "test"]
 
@@ -172,7 +173,9 @@ def write_listops(path: str | Path, examples: Iterable[tuple[Sequence[int], int]
 def _parse_line(line: str) -> tuple[list[int], int]:
     cells = line.split("\t")
     if len(cells) != HEADER.count("\t") + 1:
-        raise ValueError(f"{len(cells)} cells between tabs, expected an expression and a digit")
+        raise ValueError(
+            f"{counted(len(cells), 'cell')} between tabs, expected an expression and a digit"
+        )
     source, target = cells
     if target not in CLASS_NAMES:
         raise ValueError(f"Target is {target!r}, expected 0 to 9")
