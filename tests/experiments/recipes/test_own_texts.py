@@ -481,6 +481,16 @@ def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     assert names["vectors"].shape == (2, 17, 32)
 
 
+def test_new_texts_are_evaluated_as_documented(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table = rows(40, seed=3)
+    write_csv(tmp_path / "new.csv", [*table[:30], *(row | {"label": "x"} for row in table[30:])])
+    assert onescan("predict", run, "new.csv", "--out", "predictions.csv") == 0
+    capsys.readouterr()
+    exec(python_block("own_data.md", "predictions.csv"), {})  # noqa: S102
+    assert re.fullmatch(r"accuracy 7[0-5]\.\d%\n", capsys.readouterr().out)
+
+
 @pytest.fixture
 def _unchecked():
     """Calls without the type checks, as users make them."""
