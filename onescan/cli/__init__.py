@@ -4,10 +4,12 @@ Each command imports the heavy modules that it needs, so that help is fast.
 """
 
 import inspect
+import opcode
 import os
 import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
+from pathlib import Path
 
 from onescan import __version__
 from onescan.cli.convert import convert
@@ -21,6 +23,7 @@ from onescan.cli.train import glue, train
 from onescan.experiments.installation import require_train
 from onescan.messages import printable, unknown_choice
 
+PACKAGE = Path(__file__).parents[1]
 VERSION = ("-V", "--version")
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -50,7 +53,10 @@ RESUMABLE = ("train", "glue", "needle", "encode")  # and evaluate --samples
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors are printed in one line."""
+    """Run one command and return its exit code.
+
+    Errors are printed in one line, except for programming errors, which are raised.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # escape characters that the console lacks
@@ -79,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if _is_reported_elsewhere(error):
             return FAILURE
+        if isinstance(error, ValueError | ArithmeticError) and not _is_raised_by_onescan(error):
+            raise
         is_mistake = isinstance(error, ValueError | FileNotFoundError)
         message = name_flags(str(error), argv)
         return _fail(f"error: {message}", MISTAKE if is_mistake else FAILURE)
@@ -124,6 +132,20 @@ def _interrupted(argv: Argv) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"onescan: {printable(message, keep=chr(10) + chr(9))}", file=sys.stderr)
     return code
+
+
+def _is_raised_by_onescan(error: Exception) -> bool:
+    """Whether a statement ``raise`` of this package raised the error.
+
+    Errors of Python and torch, and of code outside of the package, are programming errors.
+    """
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    is_own = Path(code.co_filename).is_relative_to(PACKAGE)
+    return is_own and code.co_code[last.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
 
 
 def _is_out_of_memory(error: Exception) -> bool:
