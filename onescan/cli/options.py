@@ -248,6 +248,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     '--model.width is 0'
     >>> name_flags("pass overwrite=True", ["train", "digits"])
     'pass --overwrite'
+    >>> name_flags("set init_from='runs/digits/seed-0'", ["train", "digits"])
+    'pass --init-from runs/digits/seed-0'
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
@@ -261,6 +263,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
             message = re.sub(rf"^{end}(?= (?:(?:is|has|contains|without)\b|\d))", shown, message)
             if "_" in end:  # not a word of the message
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
+    message = re.sub(r"set init_from='([^']*)'", r"pass --init-from \1", message)
     return message.replace("overwrite=True", "--overwrite")
 
 

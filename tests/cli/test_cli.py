@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from PIL import Image
 from tiny_run import assert_same
 
 import onescan
-from onescan.cli import COMMANDS, main
+from onescan.cli import COMMANDS, PACKAGE, main
 from onescan.cli.evaluate import COMMON as EVALUATE_COMMON
 from onescan.cli.options import parse
 from onescan.cli.train import COMMON as TRAIN_COMMON
@@ -390,6 +391,20 @@ def test_predict_names_classes(runs, tmp_path, capsys):
     assert all(line.count("%") == 2 for line in lines)
 
 
+def test_a_folder_with_one_run_is_that_run(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (8, 8), 255).save("a.png")
+    shutil.copytree(runs / "seed-0", "one/seed-0")
+    assert onescan.load("one").folder == Path("one/seed-0")
+    assert main(["predict", "one", "a.png"]) == 0
+    assert main(["evaluate", "one"]) == 0
+    assert main(["convert", "one", "--to", "transformers", "--out", "theirs"]) == 0
+    assert_fails(capsys, ["convert", "one", "--out", "native"], "source is 'one', which is a run")
+    more = ["--init-from", "one", "--out", "more"]
+    assert main(["train", "--config", "one", *more]) == 0
+    assert_fails(capsys, ["predict", runs, "a.png"], "name one of the runs in it: seed-0, seed-1")
+
+
 def test_invalid_checkpoints_and_images_are_rejected(runs, tmp_path, capsys):
     text = tmp_path / "text.png"
     text.write_text("no image")
@@ -485,6 +500,34 @@ def test_traceback_shows_where_a_recipe_fails(tmp_path):
     with pytest.raises(ValueError, match=r"mine\.py:small fails") as failure:
         main(["show", f"{file}:small", "--traceback"])
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_errors_of_a_users_mixer_are_raised(tmp_path):
+    file = tmp_path / "mine.py"
+    (tmp_path / "mixers.py").write_text(
+        "from dataclasses import dataclass\n\n"
+        "from onescan.layers.mixers import LightNetMixerConfig\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class WrongConfig(LightNetMixerConfig):\n"
+        "    def build(self, *, width, axes):\n"
+        "        raise ValueError('of the user')\n"
+    )
+    file.write_text(
+        f"{RECIPE}from mixers import WrongConfig\n\n\ndef small():\n"
+        "    run = digits()\n"
+        "    model = dataclasses.replace(run.model, mixer=WrongConfig())\n"
+        "    return dataclasses.replace(run, model=model)\n"
+    )
+    with pytest.raises(ValueError, match="of the user"):
+        main(["train", f"{file}:small", "--out", str(tmp_path / "out")])
+
+
+def test_errors_of_python_in_the_package_are_raised(monkeypatch):
+    code = compile("def models(argv):\n    a, b = argv", f"{PACKAGE}/cli/show.py", "exec")
+    exec(code, names := {})
+    monkeypatch.setitem(COMMANDS, "models", names["models"])
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        main(["models"])
 
 
 @pytest.mark.slow
