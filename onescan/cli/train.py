@@ -19,6 +19,7 @@ from onescan.cli.options import (
     metric_label,
     metric_value,
     parse,
+    resumable,
     silent,
 )
 
@@ -78,9 +79,10 @@ def train(argv: Argv) -> None:
         train,
         argv,
         prog=f"train {given}",
-        description=_description(source),
+        description=source.description if source else None,
         default=Options(run=recipe),
         common=COMMON,
+        inferred=source.inferred if source else (),
     )
     from onescan.checks import check_distinct
     from onescan.configs import differences
@@ -104,7 +106,7 @@ def train(argv: Argv) -> None:
     check_report_path(out / "report.html")
     results = []
     machine = options.run.machine
-    with joined(machine.device, timeout=machine.timeout) as ranks:
+    with resumable(out), joined(machine.device, timeout=machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         for line in inferred:
             say(line)
@@ -169,15 +171,6 @@ def _inferred(
 
         run = infer_vocabulary(run, given)
     return recipe.infer(run, given) if recipe and recipe.infer else (run, [])
-
-
-def _description(recipe: "Recipe | None") -> str | None:
-    """Return the first part of the help text of a recipe."""
-    if recipe is None:
-        return None
-    if recipe.infer is None:
-        return recipe.description
-    return f"{recipe.description}\n\nThe defaults below do not apply to settings that are inferred."
 
 
 def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
@@ -264,7 +257,8 @@ def glue(argv: Argv) -> None:
     tasks = config.selected()
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
-    with joined(config.machine.device, timeout=config.machine.timeout) as ranks:
+    machine = config.machine
+    with resumable(out), joined(machine.device, timeout=machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         if without_mnli:
             say(

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import logging
+import math
 import os
 import re
 import runpy
@@ -20,13 +21,14 @@ from PIL import Image
 from tiny_run import assert_same
 
 import onescan
-from onescan.cli import COMMANDS, PACKAGE, main
+from onescan.cli import COMMANDS, main
 from onescan.cli.evaluate import COMMON as EVALUATE_COMMON
 from onescan.cli.options import parse
 from onescan.cli.train import COMMON as TRAIN_COMMON
 from onescan.configs import differences
 from onescan.experiments.recipes import RECIPES, find_recipe
 from onescan.experiments.training.folder import read_result
+from onescan.experiments.training.logging import duration
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.models.size import model_size
@@ -233,16 +235,22 @@ def test_errors_of_configs_are_raised_as_they_are():
 
 def test_help_of_a_recipe_describes_it_and_the_settings_that_it_infers(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = {
-        recipe: help_text(capsys, "train", recipe, "--help").partition("usage:")[0]
+    texts = {
+        recipe: help_text(capsys, "train", recipe, "--help")
         for recipe in ("image_classifier", "digits")
     }
+    shown = {recipe: text.partition("usage:")[0] for recipe, text in texts.items()}
     assert "FOLDER contains CLASS/IMAGE" in shown["image_classifier"]
     assert ".npy files" in shown["image_classifier"]
-    assert "do not apply to settings that are inferred" in shown["image_classifier"]
-    assert max(map(len, shown["image_classifier"].splitlines())) <= 80
+    paragraph = shown["image_classifier"].split("\n\n")[2].splitlines()
+    assert max(map(len, paragraph)) <= 80
+    assert min(map(len, paragraph[:-1])) > 65
+    options = " ".join(texts["image_classifier"].replace("│", " ").split())
+    assert "Features per token. (default: inferred from the data)" in options
+    assert "Random seed for initial weights" in options
+    assert "(default: 224 224)" not in options
     assert shown["digits"].startswith("LightNet on scikit-learn's 1,797 handwritten digits")
-    assert "inferred" not in shown["digits"]
+    assert "inferred" not in texts["digits"]
 
 
 # Lists
@@ -444,6 +452,10 @@ def test_a_recipe_in_a_file(tmp_path, capsys):
     assert "Mine." in capsys.readouterr().out
     assert_fails(capsys, ["show", f"{file}:smal"], "'smal' is unknown (perhaps you meant 'small')")
     assert_fails(capsys, ["show", f"{tmp_path}/none.py:small"], "none.py")
+    assert_fails(capsys, ["show", f"{file}:nothing"], "'nothing' is unknown; available: small")
+    file.write_text("from onescan.configs import replace")
+    assert_fails(capsys, ["show", f"{file}:small"], "'small' is unknown; available: none")
+    assert_fails(capsys, ["train", "a/mine.py"], "expected a function in it: a/mine.py:NAME")
 
 
 def test_a_recipe_imports_modules_beside_its_file(tmp_path, capsys, monkeypatch):
@@ -523,10 +535,8 @@ def test_errors_of_a_users_mixer_are_raised(tmp_path):
 
 
 def test_errors_of_python_in_the_package_are_raised(monkeypatch):
-    code = compile("def models(argv):\n    a, b = argv", f"{PACKAGE}/cli/show.py", "exec")
-    exec(code, names := {})
-    monkeypatch.setitem(COMMANDS, "models", names["models"])
-    with pytest.raises(ValueError, match="not enough values to unpack"):
+    monkeypatch.setitem(COMMANDS, "models", lambda _: duration(math.nan))
+    with pytest.raises(ValueError, match="cannot convert float NaN to integer"):
         main(["models"])
 
 
