@@ -700,6 +700,25 @@ def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
     assert_fails(capsys, argv, f"--data.path is '{path}': there is no such file or folder")
 
 
+@pytest.mark.parametrize("wraps", [ImportError, SystemError, None])
+def test_interrupts_say_how_to_resume_if_there_is_a_run(wraps, tmp_path, monkeypatch, capsys):
+    def interrupted(run, folder, **_):
+        if (tmp_path / "begun") in folder.parents:
+            folder.mkdir(parents=True)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            if wraps is None:
+                raise
+            raise wraps("initialization failed") from interrupt  # as imports of C extensions do
+
+    monkeypatch.setattr("onescan.experiments.training.train", interrupted)
+    for name in ("early", "begun"):
+        assert main(["train", "digits", "--out", str(tmp_path / name)]) == 130
+        resume = "; run the same command again to resume" * (name == "begun" and wraps is None)
+        assert capsys.readouterr().err == f"onescan: interrupted{resume}\n"
+
+
 def test_missing_memory_is_reported_in_one_line(monkeypatch, capsys):
     def fails(_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
