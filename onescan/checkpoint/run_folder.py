@@ -33,6 +33,17 @@ def locate(path: Path) -> tuple[Path, Path]:
     return folder, path if path.name == BEST else folder / WEIGHTS
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs that ``onescan train`` has written to a folder, one per seed."""
+    return sorted(config.parent for config in folder.glob(f"seed-*/{CONFIG}"))
+
+
+def only_run(folder: Path) -> Path | None:
+    """Return the run in a folder that holds exactly one and is no run itself; None for others."""
+    runs = runs_in(folder)
+    return runs[0] if len(runs) == 1 and not (folder / CONFIG).exists() else None
+
+
 def has_run_config(folder: Path) -> bool:
     """Return whether a folder has a config.json written by onescan.
 
@@ -62,7 +73,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not path.is_file():
-        seeds = sorted(below.parent.name for below in folder.glob(f"seed-*/{CONFIG}"))
+        seeds = [run.name for run in runs_in(folder)]
         hint = f"; name one of the runs in it: {', '.join(seeds)}" if seeds else ""
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
     content = path.read_bytes()

@@ -22,6 +22,7 @@ from onescan.cli.options import (
     metric_label,
     metric_value,
     parse,
+    resumable,
 )
 
 # fields that `onescan evaluate --help` shows
@@ -162,9 +163,10 @@ def _evaluate_samples(options: Any) -> None:
     out = options.out or Path("evaluation", "generation", short_name(options.checkpoint))
     check_report_path(out / "report.html")
     config = _with_batch_size(options.samples, options.batch_size)
-    scores = measure_generation(
-        options.checkpoint, config, out, device=options.device, progress=True
-    )
+    with resumable(out):
+        scores = measure_generation(
+            options.checkpoint, config, out, device=options.device, progress=True
+        )
     write_json(out / "generation.json", dataclasses.asdict(scores))
     echo(generation_table(scores))
     echo(f"report: {write_generation(scores, out)}")
@@ -229,6 +231,6 @@ def needle(argv: Argv) -> None:
     haystack = (
         held_out_haystack(options.checkpoint) if file is None else read_haystack(file, tokenizer)
     )
-    with options.compute.applied():
+    with resumable(out), options.compute.applied():
         grid = measure_needles(name, model, tokenizer, haystack, options.config, out, progress=True)
     echo(f"{needle_table(grid)}\nreport: {write_needles(grid, out / 'report.html')}")

@@ -17,6 +17,7 @@ from onescan.cli.options import (
     echo,
     import_files,
     parse,
+    resumable,
 )
 from onescan.messages import printable
 
@@ -138,14 +139,15 @@ def encode(argv: Argv) -> None:
         train_crop=None,
         test_crop=1.0,  # does not crop the shorter side, as in ADM and DiT
     )
-    notes = encode_images(
-        data,
-        options.config,
-        options.out,
-        device=options.device,
-        workers=options.workers,
-        progress=True,
-    )
+    with resumable(options.out):
+        notes = encode_images(
+            data,
+            options.config,
+            options.out,
+            device=options.device,
+            workers=options.workers,
+            progress=True,
+        )
     for note in notes.notes:
         print(printable(f"note: {note}"), file=sys.stderr)
     form, shards = notes.format, notes.shards

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from onescan.inputs.tokenizer import Tokenizer
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+RESUME = "run the same command again to resume"
+COMMAND = r"(onescan|torchrun|pip) "  # first word of a paragraph of commands
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
 OptionsT = TypeVar("OptionsT")
@@ -100,6 +102,7 @@ def parse(
     description: str | None = None,
     default: OptionsT | None = None,
     common: Collection[str] | None = None,
+    inferred: Collection[str] = (),
 ) -> OptionsT:
     """Parse the arguments of a command; print help or an error and exit.
 
@@ -111,6 +114,7 @@ def parse(
         description: First part of the help text, if not the docstring of the command.
         default: Defaults of all options.
         common: Fields to show with ``--help``, in all groups; ``None`` shows all.
+        inferred: Fields whose defaults are inferred from the data later.
 
     Raises:
         ValueError: If a config rejects its values.
@@ -126,7 +130,7 @@ def parse(
         args=["--help"] if asks_for_help else argv,
         config=(tyro.conf.AvoidSubcommands,),
         default=tyro.MISSING_NONPROP if default is None else default,
-        registry=_rules(shown),
+        registry=_rules(shown, inferred),
     )
     if asks_for_help:
         echo(_wrapped(description or inspect.getdoc(command) or ""), end="\n\n")
@@ -149,18 +153,22 @@ def parse(
 
 
 def _wrapped(text: str) -> str:
-    """Wrap each line of a text, such as a command, at the width of the terminal."""
+    """Wrap the paragraphs of a text at the width of the terminal; each command is a paragraph."""
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(wrapper.fill(line) for line in text.splitlines())
+    paragraphs = [
+        paragraph.splitlines() if re.match(COMMAND, paragraph) else [" ".join(paragraph.split())]
+        for paragraph in text.split("\n\n")
+    ]
+    return "\n\n".join("\n".join(map(wrapper.fill, lines)) for lines in paragraphs)
 
 
 class _RejectedError(Exception):
     """Carries a ValueError of a config past tyro, which would print it in a box."""
 
 
-def _rules(shown: Collection[str] | None) -> ConstructorRegistry:
+def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> ConstructorRegistry:
     """Return tyro's rules with three changes to those for dataclasses, and one to those for values.
 
     Line breaks of docstrings are removed, empty defaults are omitted, and errors of a config reach
@@ -211,13 +219,15 @@ def _rules(shown: Collection[str] | None) -> ConstructorRegistry:
             except ValueError as error:
                 raise _RejectedError(error) from None
 
-        fields = tuple(_field(field, shown) for field in spec.fields)
+        fields = tuple(_field(field, shown, inferred) for field in spec.fields)
         return StructConstructorSpec(instantiate=build, fields=fields)
 
     return registry
 
 
-def _field(field: StructFieldSpec, shown: Collection[str] | None) -> StructFieldSpec:
+def _field(
+    field: StructFieldSpec, shown: Collection[str] | None, inferred: Collection[str]
+) -> StructFieldSpec:
     """Return a field as it is described in help texts."""
 
     def description() -> str | None:
@@ -225,6 +235,8 @@ def _field(field: StructFieldSpec, shown: Collection[str] | None) -> StructField
         return text and " ".join(text.split())
 
     def default(value: str) -> str:
+        if field.name in inferred:
+            return "(default: inferred from the data)"
         is_stated = value == "None" and "y default" in (description() or "")
         return "" if is_stated or value in ("", "''") else f"(default: {printable(value)})"
 
@@ -250,6 +262,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     'pass --overwrite'
     >>> name_flags("there is no column 'text' (text_column selects one)", ["train", "digits"])
     "there is no column 'text' (--data.text-column selects one)"
+    >>> name_flags("set init_from='runs/digits/seed-0'", ["train", "digits"])
+    'pass --init-from runs/digits/seed-0'
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
@@ -265,6 +279,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
     prefix = "--data." if argv and argv[0] == "train" else "--"
     message = re.sub(r"\b(?:data\.)?(\w+)_column (?=selects one)", rf"{prefix}\1-column ", message)
+    message = re.sub(r"set init_from='([^']*)'", r"pass --init-from \1", message)
     return message.replace("overwrite=True", "--overwrite")
 
 
@@ -284,6 +299,17 @@ def metric_value(name: str, value: float) -> str:
     ('98.6%', '3.270')
     """
     return f"{value:.1%}" if "accuracy" in name else f"{value:#.4g}"
+
+
+@contextlib.contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """After an interrupt, say that the command can be resumed, if its output folder exists."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if out.exists():
+            interrupt.args = (RESUME,)
+        raise
 
 
 def import_files(files: Sequence[Path]) -> None:

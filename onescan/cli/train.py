@@ -1,8 +1,9 @@
 """Commands that train: train, glue."""
 
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from onescan.cli.options import (
     metric_label,
     metric_value,
     parse,
+    resumable,
     silent,
 )
 
@@ -77,16 +79,19 @@ def train(argv: Argv) -> None:
         train,
         argv,
         prog=f"train {given}",
-        description=_description(source),
+        description=source.description if source else None,
         default=Options(run=recipe),
         common=COMMON,
+        inferred=source.inferred if source else (),
     )
     from onescan.checks import check_distinct
+    from onescan.configs import differences
     from onescan.experiments.report import check_report_path, write_report
     from onescan.experiments.training import joined
     from onescan.experiments.training import train as train_run
 
     run, inferred = _inferred(options.run, _given(argv), source)
+    changed_by_data = [path for path, *_ in differences(options.run, run)]
     options = dataclasses.replace(options, run=run)
     if not options.out:
         raise ValueError("out is empty, expected a folder for the runs")
@@ -101,16 +106,34 @@ def train(argv: Argv) -> None:
     check_report_path(out / "report.html")
     results = []
     machine = options.run.machine
-    with joined(machine.device, timeout=machine.timeout) as ranks:
+    with resumable(out), joined(machine.device, timeout=machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         for line in inferred:
             say(line)
         for run, seed in zip(runs, seeds, strict=True):
             folder = out / f"seed-{seed}"
-            results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
+            with _explaining(changed_by_data):
+                results.append(train_run(run, folder, overwrite=options.overwrite, progress=True))
     say(_results(results))
     if ranks.is_first:
         echo(f"report: {write_report(results, out / 'report.html')}")
+
+
+@contextlib.contextmanager
+def _explaining(inferred: Collection[str]) -> Iterator[None]:
+    """Say why a folder holds another run if it differs in settings that are inferred."""
+    from onescan.experiments.training.folder import OtherRunError
+
+    try:
+        yield
+    except OtherRunError as error:
+        fields = [field for field in error.fields if field in inferred]
+        if not fields:
+            raise
+        raise ValueError(
+            f"{error}; this command infers {', '.join(fields)} from the data, so the data have "
+            "changed since the run began, unless it began with other options"
+        ) from error
 
 
 def _given(argv: Argv) -> dict[str, str]:
@@ -150,17 +173,9 @@ def _inferred(
     return recipe.infer(run, given) if recipe and recipe.infer else (run, [])
 
 
-def _description(recipe: "Recipe | None") -> str | None:
-    """Return the first part of the help text of a recipe."""
-    if recipe is None:
-        return None
-    if recipe.infer is None:
-        return recipe.description
-    return f"{recipe.description}\n\nThe defaults below do not apply to settings that are inferred."
-
-
 def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     """Return the run, the arguments that name it, its recipe, if any, and the other arguments."""
+    from onescan import zoo
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.experiments.recipes import find_recipe
     from onescan.experiments.recipes.files import import_file
@@ -176,7 +191,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
             run, argv = with_mixer(run, mixer), _without("--model.mixer", argv)
         check_mixer_options(run, given)
         return run, name, recipe, argv[1:]
-    file = Path(argv[1] if argv[1:] else "")
+    file = zoo.resolve(Path(argv[1] if argv[1:] else ""))
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
         raise ValueError(f"--config is '{file}', expected a run's {CONFIG} or folder")
@@ -242,7 +257,8 @@ def glue(argv: Argv) -> None:
     tasks = config.selected()
     for page in (out, *(out / task for task in tasks)):
         check_report_path(page / "report.html")
-    with joined(config.machine.device, timeout=config.machine.timeout) as ranks:
+    machine = config.machine
+    with resumable(out), joined(machine.device, timeout=machine.timeout) as ranks:
         say = echo if ranks.is_first else silent
         if without_mnli:
             say(

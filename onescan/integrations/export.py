@@ -6,6 +6,7 @@ by length use one that works for every length: chunks of a fixed size, whose num
 
 import contextlib
 import json
+import logging
 import os
 import re
 import warnings
@@ -329,7 +330,8 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise missing_package("writing ONNX", "onnx and onnxscript", "export") from error
-    with warnings.catch_warnings():  # torch uses a class that it has deprecated itself
+    with warnings.catch_warnings(), _errors_only("torch.onnx", "onnxscript"):
+        # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         return torch.onnx.export(
             decompose_for_onnx(program),
@@ -339,6 +341,19 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
             dynamo=True,
             verbose=False,
         )
+
+
+@contextlib.contextmanager
+def _errors_only(*names: str) -> Iterator[None]:
+    """Silence warnings of loggers, which concern the exporter and not the model."""
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _name_sizes(graph: Any) -> None:

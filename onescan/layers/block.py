@@ -20,6 +20,7 @@ from onescan.ops.collectives import from_first_rank
 from onescan.ops.parallel import in_current_group
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
+PAIR = 2  # outputs and state, which mixers return
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
 
 
@@ -142,9 +143,9 @@ class Block(nn.Module):
         y = self.mixer_norm(x) if is_pre else x
         if documents is not None and self.takes_cu_seqlens:
             packing = documents.packing
-            y, _ = self.mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
+            y, _ = self._call_mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
         elif documents is None:
-            y, state = self.mixer(y, grid, keep=keep, state=state, **extra, **bound)
+            y, state = self._call_mixer(y, grid, keep=keep, state=state, **extra, **bound)
         else:
             mix = partial(self._mix, **bound)
             y = documents.mix_per_document(mix, y, keep=keep, **extra)
@@ -157,7 +158,20 @@ class Block(nn.Module):
         return x, state
 
     def _mix(self, x: Hidden, grid: Grid, **options: Any) -> Hidden:
-        mixed, _ = self.mixer(x, grid, **options)
+        mixed, _ = self._call_mixer(x, grid, **options)
+        return mixed
+
+    def _call_mixer(self, x: Hidden, grid: Grid, **options: Any) -> tuple[Hidden, Any]:
+        """Call the mixer, and raise ValueError if it does not return outputs and state."""
+        mixed = self.mixer(x, grid, **options)
+        if not (isinstance(mixed, tuple) and len(mixed) == PAIR):
+            returned = named_type(mixed)
+            if isinstance(mixed, tuple):
+                returned += f" of length {len(mixed)}"
+            raise ValueError(
+                f"{type(self.mixer).__name__}.forward returned {returned}, expected a pair of "
+                "outputs and state, such as (x, None)"
+            )
         return mixed
 
 

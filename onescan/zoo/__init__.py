@@ -95,14 +95,17 @@ def check(folder: Path) -> None:
 
 
 def resolve(checkpoint: PathT) -> PathT:
-    """Return the folder of a model for "zoo/NAME"; return other values unchanged.
+    """Return the folder of a model for "zoo/NAME", and the only run in a folder of runs.
 
-    A file or folder of that name in the working directory has priority and is returned unchanged.
+    Other values are returned unchanged. A file or folder called "zoo/NAME" in the working directory
+    has priority.
 
     Raises:
         ValueError: If there is no model of this name, or a file of it is damaged.
     """
+    from onescan.checkpoint.run_folder import only_run  # imports torch
+
     folder, name = Path(checkpoint).parent, Path(checkpoint).name
-    if folder != Path(PREFIX) or Path(checkpoint).exists():
-        return checkpoint
-    return type(checkpoint)(path(name))
+    if Path(checkpoint).exists():
+        return type(checkpoint)(only_run(Path(checkpoint)) or checkpoint)
+    return checkpoint if folder != Path(PREFIX) else type(checkpoint)(path(name))

@@ -5,9 +5,11 @@ import dataclasses
 import io
 import json
 import logging
+import math
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from onescan.cli.train import COMMON as TRAIN_COMMON
 from onescan.configs import differences
 from onescan.experiments.recipes import RECIPES, find_recipe
 from onescan.experiments.training.folder import read_result
+from onescan.experiments.training.logging import duration
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.presets import LDN_ABLATIONS, LIGHTNET_ABLATIONS, PRESETS, preset
 from onescan.models.size import model_size
@@ -232,16 +235,22 @@ def test_errors_of_configs_are_raised_as_they_are():
 
 def test_help_of_a_recipe_describes_it_and_the_settings_that_it_infers(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = {
-        recipe: help_text(capsys, "train", recipe, "--help").partition("usage:")[0]
+    texts = {
+        recipe: help_text(capsys, "train", recipe, "--help")
         for recipe in ("image_classifier", "digits")
     }
+    shown = {recipe: text.partition("usage:")[0] for recipe, text in texts.items()}
     assert "FOLDER contains CLASS/IMAGE" in shown["image_classifier"]
     assert ".npy files" in shown["image_classifier"]
-    assert "do not apply to settings that are inferred" in shown["image_classifier"]
-    assert max(map(len, shown["image_classifier"].splitlines())) <= 80
+    paragraph = shown["image_classifier"].split("\n\n")[2].splitlines()
+    assert max(map(len, paragraph)) <= 80
+    assert min(map(len, paragraph[:-1])) > 65
+    options = " ".join(texts["image_classifier"].replace("│", " ").split())
+    assert "Features per token. (default: inferred from the data)" in options
+    assert "Random seed for initial weights" in options
+    assert "(default: 224 224)" not in options
     assert shown["digits"].startswith("LightNet on scikit-learn's 1,797 handwritten digits")
-    assert "inferred" not in shown["digits"]
+    assert "inferred" not in texts["digits"]
 
 
 # Lists
@@ -390,6 +399,20 @@ def test_predict_names_classes(runs, tmp_path, capsys):
     assert all(line.count("%") == 2 for line in lines)
 
 
+def test_a_folder_with_one_run_is_that_run(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (8, 8), 255).save("a.png")
+    shutil.copytree(runs / "seed-0", "one/seed-0")
+    assert onescan.load("one").folder == Path("one/seed-0")
+    assert main(["predict", "one", "a.png"]) == 0
+    assert main(["evaluate", "one"]) == 0
+    assert main(["convert", "one", "--to", "transformers", "--out", "theirs"]) == 0
+    assert_fails(capsys, ["convert", "one", "--out", "native"], "source is 'one', which is a run")
+    more = ["--init-from", "one", "--out", "more"]
+    assert main(["train", "--config", "one", *more]) == 0
+    assert_fails(capsys, ["predict", runs, "a.png"], "name one of the runs in it: seed-0, seed-1")
+
+
 def test_invalid_checkpoints_and_images_are_rejected(runs, tmp_path, capsys):
     text = tmp_path / "text.png"
     text.write_text("no image")
@@ -431,6 +454,10 @@ def test_a_recipe_in_a_file(tmp_path, capsys):
     assert "Mine." in capsys.readouterr().out
     assert_fails(capsys, ["show", f"{file}:smal"], "'smal' is unknown (perhaps you meant 'small')")
     assert_fails(capsys, ["show", f"{tmp_path}/none.py:small"], "none.py")
+    assert_fails(capsys, ["show", f"{file}:nothing"], "'nothing' is unknown; available: small")
+    file.write_text("from onescan.configs import replace")
+    assert_fails(capsys, ["show", f"{file}:small"], "'small' is unknown; available: none")
+    assert_fails(capsys, ["train", "a/mine.py"], "expected a function in it: a/mine.py:NAME")
 
 
 def test_a_recipe_imports_modules_beside_its_file(tmp_path, capsys, monkeypatch):
@@ -487,6 +514,32 @@ def test_traceback_shows_where_a_recipe_fails(tmp_path):
     with pytest.raises(ValueError, match=r"mine\.py:small fails") as failure:
         main(["show", f"{file}:small", "--traceback"])
     assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_errors_of_a_users_mixer_are_raised(tmp_path):
+    file = tmp_path / "mine.py"
+    (tmp_path / "mixers.py").write_text(
+        "from dataclasses import dataclass\n\n"
+        "from onescan.layers.mixers import LightNetMixerConfig\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class WrongConfig(LightNetMixerConfig):\n"
+        "    def build(self, *, width, axes):\n"
+        "        raise ValueError('of the user')\n"
+    )
+    file.write_text(
+        f"{RECIPE}from mixers import WrongConfig\n\n\ndef small():\n"
+        "    run = digits()\n"
+        "    model = dataclasses.replace(run.model, mixer=WrongConfig())\n"
+        "    return dataclasses.replace(run, model=model)\n"
+    )
+    with pytest.raises(ValueError, match="of the user"):
+        main(["train", f"{file}:small", "--out", str(tmp_path / "out")])
+
+
+def test_errors_of_python_in_the_package_are_raised(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "models", lambda _: duration(math.nan))
+    with pytest.raises(ValueError, match="cannot convert float NaN to integer"):
+        main(["models"])
 
 
 @pytest.mark.slow
@@ -647,6 +700,25 @@ def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     argv = ["train", "wikitext2_mlm_lightnet", "--data.path", path]
     assert_fails(capsys, argv, f"--data.path is '{path}': there is no such file or folder")
+
+
+@pytest.mark.parametrize("wraps", [ImportError, SystemError, None])
+def test_interrupts_say_how_to_resume_if_there_is_a_run(wraps, tmp_path, monkeypatch, capsys):
+    def interrupted(run, folder, **_):
+        if (tmp_path / "begun") in folder.parents:
+            folder.mkdir(parents=True)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            if wraps is None:
+                raise
+            raise wraps("initialization failed") from interrupt  # as imports of C extensions do
+
+    monkeypatch.setattr("onescan.experiments.training.train", interrupted)
+    for name in ("early", "begun"):
+        assert main(["train", "digits", "--out", str(tmp_path / name)]) == 130
+        resume = "; run the same command again to resume" * (name == "begun" and wraps is None)
+        assert capsys.readouterr().err == f"onescan: interrupted{resume}\n"
 
 
 def test_missing_memory_is_reported_in_one_line(monkeypatch, capsys):

@@ -60,12 +60,14 @@ def test_folders_of_timm_state_their_pixels_and_classes(tmp_path):
 
 
 @pytest.mark.parametrize("build", [gpt2, bert])
-def test_a_language_model_is_written_for_transformers(build, tmp_path):
+def test_a_language_model_is_written_for_transformers(build, tmp_path, capsys):
     tokenizer = word_tokenizer()
     model = build(vocab_size=len(tokenizer)).float()
     model.save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
+    capsys.readouterr()
     onescan.convert(tmp_path / "source", tmp_path / "out")
+    assert "Writing model shards" not in capsys.readouterr().err
     native, saved = load_language_model(str(tmp_path / "out"))
     ids = torch.tensor([saved.encode("the cat sat on a mat")])
     with torch.no_grad():

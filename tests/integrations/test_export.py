@@ -1,6 +1,7 @@
 """Exported programs, in torch and in onnxruntime, against the models that they were made of."""
 
 import json
+import logging
 
 import jaxtyping
 import numpy as np
@@ -274,9 +275,11 @@ def test_a_step_goes_on_from_its_state(name, any_length):
     assert_near(torch.cat(parts, dim=1), model(tokens)[0])
 
 
-def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced):
+def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced, caplog):
     model = image_classifier(**IMAGES["lightnet"])
     export_onnx(model, tmp_path / "model.onnx")
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not logging.getLogger("onnxscript").level
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (images,) = session.get_inputs()

@@ -13,7 +13,8 @@ from onescan.layers.mixers import (
     SoftmaxMixerConfig,
 )
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPositionConfig
-from onescan.layers.tokens import Patchify
+from onescan.layers.tokens import Documents, Patchify
+from onescan.ops.packing import Packing
 from onescan.shapes import Grid
 
 
@@ -227,3 +228,26 @@ def test_block_is_two_shortcuts():
     x = torch.randn(2, 6, 12)
     y = x + block.mixer(block.mixer_norm(x), grid)[0]
     torch.testing.assert_close(block(x, grid)[0], y + block.mlp(block.mlp_norm(y)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: x, "Plain.forward returned a Tensor, expected a pair of outputs and state"),
+        (lambda x: (x, None, None), "Plain.forward returned a tuple of length 3, expected a pair"),
+    ],
+)
+def test_a_mixer_returns_outputs_and_state(wrong, message, packed):
+    class Plain(torch.nn.Module):
+        def forward(self, x, grid, **_):
+            return wrong(x)
+
+    mixer = SoftmaxMixerConfig(num_heads=2)
+    block = Block(4, axes=1, mixer=mixer, mlp=None, norm="layer")
+    block.mixer = Plain()
+    x = torch.randn(2, 6, 4)  # two sequences, so that a tensor can be unpacked as a pair
+    packing = Packing(torch.tensor([0, 2, 6, 12]), batch=2, tokens=6)
+    documents = Documents(packing) if packed else None
+    with pytest.raises(ValueError, match=message):
+        block(x, Grid((6,)), documents=documents)

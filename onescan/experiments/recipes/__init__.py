@@ -40,6 +40,8 @@ class Recipe:
     infer: Infer | None = None
     """Infers settings from the data: takes the config and the names of the options that the user
     gave, and returns the config and lines that describe it."""
+    inferred: frozenset[str] = frozenset()
+    """Names of the fields that it infers, without the names of their groups."""
     adapt: Callable[[RunConfig, Mapping[str, str]], RunConfig] | None = None
     """Adapts the config to the options of `onescan train`, by dotted name, that determine the
     defaults of other options."""
@@ -117,6 +119,8 @@ def find_recipe(name: str) -> Recipe:
         file, _, function = name.rpartition(":")
         config = function_in(file, function)
         return Recipe(function, inspect.getdoc(config) or "", config)
+    if name.endswith(".py"):
+        raise ValueError(f"recipe {name!r} is a file, expected a function in it: {name}:NAME")
     if name not in RECIPES:
         check_choice("recipe", name, RECIPES, listed_by="onescan recipes")
     return RECIPES[name]

@@ -39,8 +39,11 @@ def import_file(file: str | Path) -> ModuleType:
 
 def function_in(file: str, name: str) -> Callable[[], RunConfig]:
     """Return a function of a file as a recipe, which raises ValueError for any failure."""
-    functions = dict(inspect.getmembers(import_file(file), inspect.isfunction))
-    check_choice(f"function in {file}", name, functions)
+    module = import_file(file)
+    functions = dict(inspect.getmembers(module, inspect.isfunction))
+    if name not in functions:
+        own = [each for each, it in functions.items() if it.__module__ == module.__name__]
+        check_choice(f"function in {file}", name, own)
     function, where = functions[name], f"{file}:{name}"
 
     @functools.wraps(function)

@@ -47,6 +47,12 @@ MIN_LENGTH, MAX_LENGTH = 16, 512  # tokens of a text
 SAMPLED_TEXTS = 2_000  # to infer the length
 ROW, MIN_ROWS = 128, 64  # tokens per row of text; with fewer rows, they get shorter
 HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
+INFERRED = frozenset(  # fields that `infer` sets for data of some kind, in any part of the config
+    (
+        *("channels", "image_size", "mean", "std", "labeled", "fill", "length", "vocab_size"),
+        *("patch_size", "num_classes", "width", "depth", "num_heads", "batch_size", "epochs"),
+    )
+)
 EVALUATIONS = 10  # of denoisers and language models
 
 

@@ -11,7 +11,7 @@ from onescan.experiments.data import (
     TextTableConfig,
 )
 from onescan.experiments.recipes import table
-from onescan.experiments.recipes.infer import AUGMENT, HALF, ROW, adapt, infer
+from onescan.experiments.recipes.infer import AUGMENT, HALF, INFERRED, ROW, adapt, infer
 from onescan.experiments.recipes.small_text import (
     SMALL_LM,
     SMALL_MASKS,
@@ -177,8 +177,14 @@ def _text_model(name: str, model: ModelConfig, task: TaskConfig) -> RunConfig:
     )
 
 
+EVERY = {"evaluate_every", "checkpoint_every"}
 RECIPES = {
-    name: dataclasses.replace(recipe, infer=infer, adapt=adapt)
+    name: dataclasses.replace(
+        recipe,
+        infer=infer,
+        inferred=INFERRED if name.endswith("classifier") else INFERRED | EVERY,
+        adapt=adapt,
+    )
     for name, recipe in table(
         image_classifier,
         signal_classifier,

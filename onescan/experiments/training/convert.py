@@ -134,7 +134,7 @@ def _export(source: str | Path | nn.Module, library: str) -> tuple[nn.Module, Wr
         processor = image_processor(native.image_format)
 
     def write(out: Path, name: str) -> None:
-        model.save_pretrained(out)
+        _save(model, out)
         if processor is not None:
             processor.save_pretrained(out)
 
@@ -158,7 +158,20 @@ def _wrapped(native: "_Native", library: str) -> tuple[nn.Module, Write]:
     )
     if native.max_length is not None:
         model.processor.model_max_length = native.max_length
-    return model, lambda out, name: model.save_pretrained(out)
+    return model, lambda out, name: _save(model, out)
+
+
+def _save(model: Any, out: Path) -> None:
+    """Save a model of transformers or diffusers, without transformers' progress bar."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(out)
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +260,7 @@ def _write(
         from onescan.integrations.transformers.convert import TOKEN_IDS, to_transformers
 
         ids = {name: fields[name] for name in TOKEN_IDS if fields.get(name) is not None}
-        to_transformers(model, **ids).save_pretrained(out)
+        _save(to_transformers(model, **ids), out)
         if folder is not None and any((folder / file).is_file() for file in TOKENIZERS):
             load_tokenizer(str(folder)).save(out)
 

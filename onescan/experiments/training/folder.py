@@ -71,9 +71,18 @@ RUN_FILES = {
     TOKENIZER: re.compile(r".*\.(json|txt|model|jinja|tiktoken)"),
 }
 MACHINE = "machine."  # a resumed run may have other settings below this
+CONTINUED = ("training.", "data.")  # settings of a run that starts from the weights of another
 MAX_SHOWN = 3  # differences
 ROUNDING = 1e-5  # of constants that standardize, as a fraction of the standard deviation
 RECREATE = "remove it and start the run again to recreate it"
+
+
+class OtherRunError(ValueError):
+    """The folder holds a run that differs in `fields`, which are dotted names."""
+
+    def __init__(self, message: str, fields: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.fields = fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +369,13 @@ def _check_same_run(folder: Path, there: Manifest, run: RunConfig) -> None:
         f"{path} is {a!r} in the folder and {b!r} in this run" for path, a, b in found[:MAX_SHOWN]
     ]
     more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
-    raise ValueError(
+    hint = ""
+    if all(path.startswith(CONTINUED) for path, *_ in found) and (folder / WEIGHTS).exists():
+        hint = f"; to train on from its weights, choose another folder and set init_from='{folder}'"
+    raise OtherRunError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
-        "or pass overwrite=True to remove the run in it"
+        f"or pass overwrite=True to remove the run in it{hint}",
+        fields=tuple(path for path, *_ in found),
     )
 
 

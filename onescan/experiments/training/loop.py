@@ -254,6 +254,8 @@ class Loop:
                     self.save()
                 if self.is_over:
                     assert evaluation is not None
+                    if self.display.has_bar:  # which stays, with the last evaluation
+                        self.display.show(self.progress())
                     return evaluation
                 self.update(batches)
                 self.display.show(self.progress())

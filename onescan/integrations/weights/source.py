@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from onescan import zoo
 from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig
 from onescan.messages import named_type
@@ -211,7 +212,7 @@ def find(source: str | Path) -> Path:
         raise ValueError(
             f"source is {named_type(source)}, expected a folder, a file, a hub name or a model"
         )
-    path = Path(source)
+    path = zoo.resolve(Path(source))
     if not path.exists():
         if not re.fullmatch(HUB_NAME, str(source)):
             raise FileNotFoundError(f"there is no file or folder {source}")

@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,19 @@ def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys, monke
     assert same == {name: str(value) for name, value in row.items()}
     assert onescan("predict", out / "seed-0", tmp_path / "missing.png") == 2
     assert onescan("predict", out / "seed-0", tmp_path, "--out", "table.txt") == 2
+
+
+def test_a_run_whose_data_have_changed_says_so(shapes, tmp_path, capsys):
+    shutil.copytree(shapes, tmp_path / "data")
+    command = ("train", "image_classifier", "--data.path", tmp_path / "data", "--training.steps", 1)
+    small = ("--model.depth", 1, "--model.width", 32, "--out", tmp_path / "out")
+    assert onescan(*command, *small) == 0
+    Image.new("RGB", (64, 48), "white").save(tmp_path / "data" / "circle" / "new.png")
+    assert onescan(*command, *small) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"this command infers .*data\.mean, .*, so the data have changed", error)
+    assert onescan(*command, *small, "--data.mean", 0.5, 0.5, 0.5, "--data.std", 1, 1, 1) == 2
+    assert "data.mean, " not in capsys.readouterr().err
 
 
 def test_a_tokenizer_sets_the_vocabulary(tmp_path):

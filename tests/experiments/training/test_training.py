@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
+import tqdm
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import (
@@ -159,7 +160,7 @@ def test_progress_shows_a_summary_an_estimate_and_a_bar(tmp_path, capfd):
     train(tiny_run(), tmp_path / "quiet")
     assert capfd.readouterr() == ("", "")
     run = configs.replace(tiny_run(), {"machine.gradient_accumulation_steps": 2})
-    train(run, tmp_path / "bar", progress=True)
+    result = train(run, tmp_path / "bar", progress=True)
     out, err = capfd.readouterr()
     assert out == ""
     summary, _, bar = err.partition("estimated time: ")
@@ -175,6 +176,8 @@ def test_progress_shows_a_summary_an_estimate_and_a_bar(tmp_path, capfd):
     assert bar.startswith("less than 1 s for 6 more steps")
     for part in ("96/96", "images/s", "accuracy="):
         assert part in bar
+    *_, last = re.findall(r"test_loss=([^,]+)", bar)
+    assert last == tqdm.tqdm.format_num(result.metrics["loss"])
 
 
 def test_only_one_checkpoint_is_kept(whole):
