@@ -42,7 +42,8 @@ from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 ChunkInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, LogNormalizer, KeyValue, Tensor | None]
 
 # Tuned on a CPU:
-LARGE = 1 << 15  # elements per sample; for smaller samples, a loop over samples is slower
+LARGE = 1 << 18  # elements of k per sample, and
+MANY = 1 << 21  # of all samples, up to which plain functions are faster than a loop over samples
 TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
@@ -353,18 +354,26 @@ def _summary(
     k: Keys, v: Values, cos: Table | None, sin: Table | None
 ) -> tuple[LogNormalizer, KeyValue]:
     """Return the log-normalizer and kv of these tokens only."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # B H T K, because products are by head
     # The result does not depend on the maximum, so no gradient flows through it.
-    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO).to(accumulation_dtype(k.dtype))  # B H K
-    weight = (k - peak.unsqueeze(1)).exp_()
-    total = weight.sum(dim=1)  # B H K
+    peak = k.detach().amax(dim=2).clamp(min=LOG_ZERO).to(accumulation_dtype(k.dtype))  # B H K
+    weight = (k - peak.unsqueeze(2)).exp_()
+    total = weight.sum(dim=2)  # B H K
     total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
-    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight.to(v.dtype), cos, sin), v).to(total.dtype)
+    kv = (_rotated(weight.to(v.dtype), cos, sin).mT @ v).to(total.dtype)  # B H F V
     return peak.double() + total.double().log(), kv / per_feature(total, kv)
 
 
 def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
     """Return kv^T R(q)."""
-    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv.to(q.dtype))
+    return (_rotated(q.transpose(1, 2), cos, sin) @ kv.to(q.dtype)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Table | None, sin: Table | None) -> Tensor:
+    """Return R(x) of x [B, H, T, K], contiguous with LRPE, as products need it."""
+    if cos is None or sin is None:
+        return x
+    return torch.cat([x * cos.transpose(0, 1), x * sin.transpose(0, 1)], dim=-1)
 
 
 # One scan per sample, tile by tile: faster on a CPU, and needs less memory. Products read the
@@ -379,11 +388,13 @@ Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
 
 
 def is_profitable(*inputs: Tensor | None) -> bool:
-    """Return whether the first input has large samples and at most plain gradients are needed."""
-    given = [x for x in inputs if x is not None]
-    if forward_ad._current_level >= 0 or not all(can_look_at_values(x) for x in given):
+    """Return whether the first input is large and at most plain gradients are needed."""
+    if torch.compiler.is_compiling():
         return False  # return early, because the comparison would specialize a symbolic length
-    return given[0][:1].numel() >= LARGE
+    given = [x for x in inputs if x is not None]
+    if given[0].numel() < MANY and given[0][:1].numel() < LARGE:
+        return False
+    return forward_ad._current_level < 0 and all(can_look_at_values(x) for x in given)
 
 
 class _ReadOut(torch.autograd.Function):

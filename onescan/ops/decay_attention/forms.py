@@ -41,6 +41,7 @@ from onescan.shapes import Keys, LogDecays, Queries, Starts, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
+FEW = 1 << 18  # scores of a call up to which plain functions are fastest
 
 Sides = tuple[Tensor | None, Tensor | None]  # a state, [B, H, K, V + 1], or decay per direction
 
@@ -239,7 +240,7 @@ def chunk(
         state = torch.stack([empty if x is None else x.mT for x in sides], dim=2)
     inputs = _Inputs(q, k, v, forward, backward, state)
     rest = options.normalize, size, options.return_state
-    if needs_plain_functions(*inputs):
+    if needs_plain_functions(*inputs) or _is_small(k, size):
         o, _, leaves, _ = _attend(inputs, *rest)
     else:
         run = _operator if torch.compiler.is_compiling() else _run_eagerly
@@ -249,6 +250,18 @@ def chunk(
     if not options.return_state:
         return o, (None, None)
     return o, (leaves[:, :, 0].mT, None if backward is None else leaves[:, :, 1].mT)
+
+
+def _is_small(k: Keys, size: int) -> bool:
+    """Return whether a CPU computes the chunks at once, which is faster for few scores.
+
+    Measured forward and backward, for selective decay, K = V = 64 and 3 heads: 1.8 times as fast
+    for 2 samples of 64 tokens, 1.3 times for 2 of 197, as fast for 8 of 197, and 2 to 3 times
+    slower for 2 of 512.
+    """
+    if torch.compiler.is_compiling() or k.device.type != "cpu":
+        return False
+    return k[..., 0].numel() * size <= FEW
 
 
 class _Inputs(NamedTuple):
