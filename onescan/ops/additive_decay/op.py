@@ -15,8 +15,7 @@ from onescan.checks import (
     check_whole,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
-from onescan.ops.additive_decay import blockwise, forms
-from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.additive_decay import blockwise, forms, tiled_causal
 from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -145,7 +144,7 @@ class AdditiveDecay(Recurrence):
         ),
         Key("blocks", "one_scan", "torch"): Implementation(_in_torch(blockwise.one_scan)),
         Key("blocks", "chunk", "torch"): Implementation(
-            _in_torch(blockwise.in_causal_form(causal_chunks.forward)), packed=False
+            _in_torch(blockwise.in_causal_form(tiled_causal.forward)), packed=False
         ),
         Key("blocks", "chunk", "triton"): Implementation(
             _in_triton(blockwise.in_causal_form(_kernels("chunk"))), packed=False
@@ -153,7 +152,7 @@ class AdditiveDecay(Recurrence):
         Key("blocks", "full", "torch"): Implementation(
             _in_torch(blockwise.in_causal_form(forms.causal_full)), packed=False
         ),
-        Key("causal", "chunk", "torch"): Implementation(_in_torch(causal_chunks.forward)),
+        Key("causal", "chunk", "torch"): Implementation(_in_torch(tiled_causal.forward)),
         Key("causal", "chunk", "triton"): Implementation(
             _in_triton(_kernels("chunk")), packed_over_ranks=False
         ),

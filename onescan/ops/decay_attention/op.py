@@ -16,7 +16,7 @@ from onescan.checks import (
     check_whole,
     is_known,
 )
-from onescan.ops.decay_attention import forms
+from onescan.ops.decay_attention import forms, tiled
 from onescan.ops.decay_attention.forms import Directions, directed, separated
 from onescan.ops.decay_attention.ranks import carried_states
 from onescan.ops.decay_factors import padded
@@ -152,8 +152,8 @@ def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | N
 
 def _implementations(direction: str) -> dict[Key, Implementation]:
     return {
-        Key(direction, "full", "torch"): Implementation(_in_torch(forms.full)),
-        Key(direction, "chunk", "torch"): Implementation(_in_torch(forms.chunk)),
+        Key(direction, "full", "torch"): Implementation(_in_torch(tiled.full)),
+        Key(direction, "chunk", "torch"): Implementation(_in_torch(tiled.chunk)),
         Key(direction, "recurrent", "torch"): Implementation(_in_torch(forms.recurrent)),
         Key(direction, "chunk", "triton"): Implementation(_in_triton("chunk")),
     }
