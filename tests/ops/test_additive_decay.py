@@ -53,6 +53,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiled_causal, "is_transformed", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
+        monkeypatch.setattr(tiled, "LEAST", 0)
         monkeypatch.setattr(tiled, "LARGE", 0)
         monkeypatch.setattr(tiled, "TILE", 3 * H * K)
         return "one_scan"

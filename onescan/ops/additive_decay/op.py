@@ -27,7 +27,7 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.backend import chip_of, data_type, is_interpreted, name_of
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.layout import Layout
-from onescan.ops.lrpe import RotaryPositions, rotary_table
+from onescan.ops.lrpe import RotaryPositions, rotary_table, rotary_tables
 from onescan.ops.numerics import (
     accumulation_dtype,
     product_dtype,
@@ -268,6 +268,13 @@ class AdditiveDecay(Recurrence):
         if layout.ranks is not None and key.direction != "both":
             table = rotary_table(angles, accumulation_dtype(k.dtype))
         return Inputs(q, k, v, angles, table)
+
+    def written(self, call: Call) -> AdditiveDecayState:
+        (_, k, v, angles, _), (state,) = call.inputs, call.enters
+        if call.layout.ranks is not None:
+            return self.carried(call)[1][0]
+        state = None if state is None else canonical(state, accumulation_dtype(v.dtype))
+        return forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
 
     def carried(self, call: Call) -> tuple[States, States]:
         (_, k, v, _, table), layout, (state,) = call.inputs, call.layout, call.enters

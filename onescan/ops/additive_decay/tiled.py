@@ -9,7 +9,7 @@ both halves:
     o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,41 +19,48 @@ from torch.autograd import forward_ad
 from onescan.checks import can_look_at_values
 from onescan.ops.additive_decay import state as plain
 from onescan.ops.additive_decay.state import per_feature, per_key
+from onescan.ops.backend import wants_gradient
 from onescan.ops.numerics import LOG_ZERO, differentiable_gradients
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
-# Tuned on a CPU:
-LARGE = 1 << 18  # elements of k per sample, and
-MANY = 1 << 21  # of all samples, up to which plain functions are faster than a loop over samples
+# Tuned on a CPU. Plain functions are faster for few elements of k or q:
+LEAST = 1 << 15  # per sample, for any number of samples, and
+LARGE = 1 << 18  # per sample, for at most
+MOST = 1 << 21  # of all samples, or
+MOST_LEARNING = 3 << 17  # of all samples with gradients, because of their memory
 TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
+
+
+Function = Callable[..., Any]  # of tensors, or None
+Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
 
 
 def write(
     k: Keys, v: Values, cos: Table | None, sin: Table | None
 ) -> tuple[LogNormalizer, KeyValue]:
     """Return `state.write`, tile by tile if k is large."""
-    function = _Write.apply if is_profitable(k, v, cos, sin) else plain.write
-    return function(k, v, cos, sin)
+    return _run(plain.write, _Write, k, v, cos, sin)
 
 
 def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
     """Return `state.read`, tile by tile if q is large."""
-    function = _Read.apply if is_profitable(q, kv, cos, sin) else plain.read
-    return function(q, kv, cos, sin)
+    return _run(plain.read, _Read, q, kv, cos, sin)
 
 
-Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
+def _run(function: Function, in_tiles: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """Run a plain function, or its form in tiles if the first input is large.
 
-
-def is_profitable(*inputs: Tensor | None) -> bool:
-    """Return whether the first input is large and at most plain gradients are needed."""
+    Plain functions keep several times their inputs for the gradient, and tiles only their inputs.
+    """
     if torch.compiler.is_compiling():
-        return False  # return early, because the comparison would specialize a symbolic length
+        return function(*inputs)  # return early, because comparisons specialize symbolic lengths
     given = [x for x in inputs if x is not None]
-    if given[0].numel() < MANY and given[0][:1].numel() < LARGE:
-        return False
-    return forward_ad._current_level < 0 and all(can_look_at_values(x) for x in given)
+    numbers, of_sample = given[0].numel(), given[0][:1].numel()
+    most = MOST_LEARNING if wants_gradient(*given) else MOST
+    is_small = of_sample < LEAST or (numbers < most and of_sample < LARGE)
+    is_eager = forward_ad._current_level < 0 and all(can_look_at_values(x) for x in given)
+    return function(*inputs) if is_small or not is_eager else in_tiles.apply(*inputs)
 
 
 class _Read(torch.autograd.Function):

@@ -147,27 +147,27 @@ def one_scan(
 
     Products of bfloat16 inputs are bfloat16; states and row sums are float32.
     """
-    own = _total(k, v)
+    own = total(k, v)
     left, right = (own if side is None else own + side for side in enters)
-    total = left if enters[1] is None else left + enters[1]
+    both = left if enters[1] is None else left + enters[1]
     normalize = options.normalize
-    if normalize != "max_one" and total.dtype == q.dtype:
-        o = torch.einsum("bthk,bhkv->bthv", q, total)
+    if normalize != "max_one" and both.dtype == q.dtype:
+        o = torch.einsum("bthk,bhkv->bthv", q, both)
         return _divided(o, normalize, causal=False), (left, right)
-    o = torch.einsum("bthk,bhkv->bthv", q, total[..., :-1].to(q.dtype))
+    o = torch.einsum("bthk,bhkv->bthv", q, both[..., :-1].to(q.dtype))
     if normalize == "none":
         return o, (left, right)
-    k_sum, wide_q = total[..., -1], q.to(total.dtype)
+    k_sum, wide_q = both[..., -1], q.to(both.dtype)
     if normalize == "max_one":
         # float64, because terms of opposite sign may cancel to a row sum near 1
         k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
         wide_q = to_float64(q)
-    row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(total.dtype).unsqueeze(-1)
+    row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(both.dtype).unsqueeze(-1)
     divisor, _ = row_divisor(row_sum, normalize, causal=False)
     return broadcast_divide(o, divisor.to(o.dtype), overwrite=True), (left, right)
 
 
-def _total(k: Keys, v: Values) -> Tensor:
+def total(k: Keys, v: Values) -> Tensor:
     """Sum k v^T, and k in an additional column, over all tokens: [B, H, K, V + 1]."""
     wide = accumulation_dtype(k.dtype)
     if k.dtype == wide:
@@ -192,6 +192,29 @@ def row_divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tenso
     size = row_sum.abs() if causal else row_sum
     slope = row_sum.sign() if causal else torch.ones_like(row_sum)
     return size.clamp(min=1), slope * (size >= 1)
+
+
+def updates_of(
+    k: Keys, v: Values, decays: Directions, ends: Sides
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return how tokens update a state, S' = P S + U, in each direction.
+
+    Returns:
+        U, [B, H, K, V + 1], and P, [B, H, 1 or K, 1].
+    """
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    updates = []
+    for backward, (logs, end) in enumerate(zip(decays, ends, strict=True)):
+        if logs is None:
+            continue
+        _, leave, through = decay_factors(logs.transpose(1, 2), k.dtype, backward=bool(backward))
+        left, kept = k * leave, through.mT
+        own = torch.cat([left.mT @ v, left.sum(-2).unsqueeze(-1)], dim=-1)
+        if end is not None:
+            decay = end.exp().unsqueeze(-1)
+            own, kept = own * decay, kept * decay
+        updates.append((own, kept.expand(*own.shape[:2], -1, 1)))
+    return updates
 
 
 def chunk(
@@ -237,7 +260,7 @@ def chunk_inputs(
 
 def by_direction(leaves: Tensor) -> Sides:
     """Return the outgoing states of both directions, [B, H, K, V + 1], from those of `attend`."""
-    if not leaves.numel():
+    if leaves.ndim == 1:  # not requested
         return None, None
     return leaves[:, :, 0].mT, leaves[:, :, 1].mT if leaves.shape[2] > 1 else None
 

@@ -17,7 +17,13 @@ from onescan.checks import (
     is_known,
 )
 from onescan.ops.decay_attention import forms, tiled
-from onescan.ops.decay_attention.forms import Directions, directed, separated
+from onescan.ops.decay_attention.forms import (
+    Directions,
+    directed,
+    separated,
+    total,
+    updates_of,
+)
 from onescan.ops.decay_attention.ranks import carried_states
 from onescan.ops.decay_factors import padded
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
@@ -262,6 +268,20 @@ class DecayAttention(Recurrence):
         inputs, layout = call.inputs, call.layout
         assert inputs.decays is not None
         return inputs._replace(decays=separated(inputs.decays, layout.starts, layout.ends))
+
+    def written(self, call: Call) -> DecayState:
+        inputs, (enter, _) = call.inputs, call.enters
+        if call.layout.ranks is not None:
+            return self.carried(call)[1][0]
+        before = _joined(enter, inputs.v.dtype)
+        if _decays(call):
+            ((own, kept),) = updates_of(inputs.k, inputs.v, inputs.decays, inputs.ends)
+            before = None if before is None else kept * before
+        else:
+            own = total(inputs.k, inputs.v)
+        written = _split(own if before is None else own + before, None)
+        assert written is not None
+        return written
 
     def carried(self, call: Call) -> tuple[States, States]:
         inputs, keep = call.inputs, call.layout.keep

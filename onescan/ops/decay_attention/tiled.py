@@ -55,7 +55,7 @@ def chunk(
 ) -> tuple[Values, Sides]:
     """Compute `forms.chunk`, in tiles unless a call is small or needs plain functions."""
     inputs, size = chunk_inputs(q, k, v, decays, enters, options)
-    if needs_plain_functions(*inputs) or _is_small(k, size):
+    if needs_plain_functions(*inputs) or _is_small(inputs, size):
         return forms.chunk(q, k, v, decays, enters, options)
     run = _operator if torch.compiler.is_compiling() else _run_eagerly
     rest = options.normalize, size, options.return_state, wants_gradient(*inputs)
@@ -65,16 +65,16 @@ def chunk(
     return o, by_direction(leaves)
 
 
-def _is_small(k: Keys, size: int) -> bool:
+def _is_small(inputs: ChunkInputs, size: int) -> bool:
     """Return whether a CPU computes the chunks at once, which is faster for few scores.
 
-    Measured forward and backward, for selective decay, K = V = 64 and 3 heads: 1.8 times as fast
-    for 2 samples of 64 tokens, 1.3 times for 2 of 197, as fast for 8 of 197, and 2 to 3 times
-    slower for 2 of 512.
+    Measured for selective decay, K = V = 64 and 3 heads: 1.8 times as fast for 2 samples of 64
+    tokens, 1.3 times for 2 of 197, as fast for 8 of 197, and 2 to 3 times slower for 2 of 512.
+    Gradients are left to tiles, because those of differences of sums lose precision.
     """
-    if torch.compiler.is_compiling() or k.device.type != "cpu":
+    if torch.compiler.is_compiling() or inputs.k.device.type != "cpu":
         return False
-    return k[..., 0].numel() * size <= FEW
+    return inputs.k[..., 0].numel() * size <= FEW and not wants_gradient(*inputs)
 
 
 def _decay_chunks(
