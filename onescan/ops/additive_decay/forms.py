@@ -319,8 +319,13 @@ def _scan_sequences(
 
 
 def context_of(
-    k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
+    k: Keys,
+    v: Values,
+    tables: tuple[Table | None, Table | None],
+    state: AdditiveDecayState | None,
+    *,
+    is_lean: bool = False,
 ) -> AdditiveDecayState:
-    """Return the state of these tokens, merged with the incoming state."""
-    own = AdditiveDecayState(*tiled.write(k, v, *tables))
+    """Return the state of these tokens, merged with the incoming state; see `tiled.write`."""
+    own = AdditiveDecayState(*tiled.write(k, v, *tables, is_lean=is_lean))
     return own if state is None else merged(state, own)

@@ -290,6 +290,6 @@ class AdditiveDecay(Recurrence):
             is_last = shard.sequence == shard.sequence[:, -1:]
             k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
         cos, sin = (None, None) if table is None else table.unbind(-2)
-        own = forms.context_of(k, v, (cos, sin), state)
+        own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
         before, last = merged_before(layout.ranks, own, shard)
         return (before if state is None else merged(state, before),), (last,)

@@ -37,10 +37,10 @@ Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
 
 
 def write(
-    k: Keys, v: Values, cos: Table | None, sin: Table | None
+    k: Keys, v: Values, cos: Table | None, sin: Table | None, *, is_lean: bool = False
 ) -> tuple[LogNormalizer, KeyValue]:
-    """Return `state.write`, tile by tile if k is large."""
-    return _run(plain.write, _Write, k, v, cos, sin)
+    """Return `state.write`, tile by tile if k is large, or to keep only the inputs (`is_lean`)."""
+    return _run(plain.write, _Write, k, v, cos, sin, is_lean=is_lean)
 
 
 def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
@@ -48,7 +48,12 @@ def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Valu
     return _run(plain.read, _Read, q, kv, cos, sin)
 
 
-def _run(function: Function, in_tiles: type[torch.autograd.Function], *inputs: Any) -> Any:
+def _run(
+    function: Function,
+    in_tiles: type[torch.autograd.Function],
+    *inputs: Any,
+    is_lean: bool = False,
+) -> Any:
     """Run a plain function, or its form in tiles if the first input is large.
 
     Plain functions keep several times their inputs for the gradient, and tiles only their inputs.
@@ -58,7 +63,7 @@ def _run(function: Function, in_tiles: type[torch.autograd.Function], *inputs: A
     given = [x for x in inputs if x is not None]
     numbers, of_sample = given[0].numel(), given[0][:1].numel()
     most = MOST_LEARNING if wants_gradient(*given) else MOST
-    is_small = of_sample < LEAST or (numbers < most and of_sample < LARGE)
+    is_small = of_sample < LEAST or (numbers < most and of_sample < LARGE and not is_lean)
     is_eager = forward_ad._current_level < 0 and all(can_look_at_values(x) for x in given)
     return function(*inputs) if is_small or not is_eager else in_tiles.apply(*inputs)
 
