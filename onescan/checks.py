@@ -74,13 +74,15 @@ def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
             continue
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is {named_type(tensor)}, expected a tensor {pattern!r}")
-        letters, before = pattern.split(), dict(sizes)
-        if tensor.ndim != len(letters) or any(
-            size != (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
-            for letter, size in zip(letters, tensor.shape, strict=True)
-        ):
+        letters, shape, before = pattern.split(), tensor.shape, len(sizes)
+        fits = len(letters) == len(shape)
+        for letter, size in zip(letters, shape, strict=False):
+            expected = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+            fits = fits and size == expected
+        if not fits:
             # formatted only here, because formatting a size would make torch.compile specialize it
-            known = ", ".join(f"{each}={before[each]}" for each in letters if each in before)
+            given = dict(list(sizes.items())[:before])  # by earlier arguments
+            known = ", ".join(f"{each}={given[each]}" for each in letters if each in given)
             with_known = f" with {known}" if known else ""
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected {pattern!r}{with_known}"

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole
@@ -15,10 +14,13 @@ from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
 from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
 from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
-from onescan.ops.additive_decay import additive_decay
-from onescan.ops.delta_rule import DeltaState, delta_rule
+from onescan.ops.additive_decay import read as read_additive
+from onescan.ops.additive_decay import write as write_additive
+from onescan.ops.decay_attention import read as read_decay
+from onescan.ops.decay_attention import write as write_decay
+from onescan.ops.delta_rule import read as read_delta
+from onescan.ops.delta_rule import write as write_delta
 from onescan.ops.lrpe import lrpe_angles
-from onescan.ops.numerics import disable_autocast, safe_divide, to_accumulation_dtype
 from onescan.shapes import Grid, Keep
 
 
@@ -163,10 +165,8 @@ class LightNetAttention(AttentionLayer):
         at: list[Tensor | None] = [None, None]
         if keys is not None:
             at = [lrpe_angles(y.shape, mixer.theta, prefix=y.prefix) for y in (grid, keys)]
-        _, state = additive_decay(torch.zeros_like(k), k, v, angles=at[1], keep=keep)
-        # Tokens of weight exp(-inf) leave the context's state unchanged.
-        none, zeros = torch.full_like(q, -torch.inf), torch.zeros_like(q)
-        o, _ = additive_decay(F.silu(q), none, zeros, angles=at[0], state=state)
+        state = write_additive(k, v, angles=at[1], keep=keep)
+        o = read_additive(q, state, angles=at[0], feature_map="silu")
         o = mixer.norm(o.flatten(-2))
         if gate:
             o = o * torch.sigmoid(mixer.gate_proj(gate[0]))
@@ -232,14 +232,8 @@ class LionAttention(AttentionLayer):
         _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
         q, k = mixer.feature_map(q) * mixer.key_width**-0.5, mixer.feature_map(k)
-        with disable_autocast(x):
-            wide_q, k, v = to_accumulation_dtype(q, k, v)
-            if keep is not None:
-                k, v = (y.masked_fill(~keep[:, :, None, None], 0) for y in (k, v))
-            v = F.pad(v, (0, 1), value=1.0)  # the outputs for values of 1 are the row sums
-            o = torch.einsum("bthk,bhkv->bthv", wide_q, torch.einsum("bshk,bshv->bhkv", k, v))
-            o = safe_divide(o[..., :-1], o[..., -1:]).flatten(-2).to(q.dtype)
-        return mixer.out_proj(mixer.norm(o))
+        o = read_decay(q, write_decay(k, v, keep=keep), normalize="sum")
+        return mixer.out_proj(mixer.norm(o.flatten(-2)))
 
 
 class DeltaAttention(AttentionLayer):
@@ -287,14 +281,11 @@ class DeltaAttention(AttentionLayer):
     ) -> Tensor:
         mixer = self.mixer
         q, _, _ = mixer.heads(mixer.in_proj(x))
-        unread, k, v = mixer.heads(mixer.in_proj(context))
+        _, k, v = mixer.heads(mixer.in_proj(context))
         beta, log_decay = mixer.beta(context), mixer.log_decay(context)
-        _, memory = delta_rule(unread, k, v, beta, log_decay, causal=True, keep=keep)
-        assert isinstance(memory, DeltaState)
-        with disable_autocast(x):
-            (wide_q,) = to_accumulation_dtype(q)
-            o = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv).flatten(-2).to(q.dtype)
-        return mixer.out_proj(mixer.norm(o))
+        state = write_delta(k, v, beta, log_decay, keep=keep)
+        o = read_delta(q, state)
+        return mixer.out_proj(mixer.norm(o.flatten(-2)))
 
 
 class LinearDiffusion(AttentionLayer):

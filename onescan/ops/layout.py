@@ -97,6 +97,7 @@ def layout_of(
     q: Any,
     pattern: str = "B T H K",
     *,
+    name: str = "q",
     causal: Any = False,
     causal_block: Any = None,
     keep: Any = None,
@@ -104,7 +105,7 @@ def layout_of(
     state: Any = None,
     group: Group | None = None,
 ) -> Layout:
-    """Return the layout of a call with tokens q, from the arguments of an op.
+    """Return the layout of a call with tokens q, called `name`, from the arguments of an op.
 
     Raises:
         ValueError: If q or an argument is invalid, or two arguments cannot be combined.
@@ -120,8 +121,8 @@ def layout_of(
         check_causal_block(causal_block, causal=causal, cu_seqlens=cu_seqlens, ranks=ranks)
     if isinstance(keep, Tensor) and keep.dtype != torch.bool:
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
-    check_floating(q=q)
-    check_shapes(q=(q, pattern))
+    check_floating(**{name: q})
+    check_shapes(**{name: (q, pattern)})
     packing = packing_over(ranks, cu_seqlens, q, state=state)
     of_blocks = None if causal_block is None else block_ends(causal_block, q, packing, ranks)
     if empty := is_empty(ranks, q):

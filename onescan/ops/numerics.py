@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -132,6 +133,19 @@ def needs_derivatives(*tensors: Tensor) -> bool:
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # forward-mode derivatives and torch.func do not set requires_grad
     return has_gradient or forward_ad._current_level >= 0 or not all(map(is_plain, tensors))
+
+
+def differentiable_gradients(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of a function of plain operations; they are differentiable themselves."""
+    differentiable = [x for x in inputs if x is not None and x.requires_grad]
+    pairs = zip(function(*inputs), gradients, strict=True)
+    outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
+    found = iter(torch.autograd.grad(outputs, differentiable, given, create_graph=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
 
 def logcumsumexp(x: Tensor) -> Tensor:

@@ -19,8 +19,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from onescan.checks import check_choice, check_no_nan, named_state_tensors, unpack_states
+from onescan.checks import (
+    check_choice,
+    check_devices,
+    check_floating,
+    check_no_nan,
+    check_shapes,
+    named_state_tensors,
+    unpack_states,
+)
 from onescan.kernels.chips import WIDEST_HEAD
+from onescan.messages import named_type
 from onescan.ops.backend import resolved_backend, wants_gradient
 from onescan.ops.layout import Layout
 from onescan.ops.numerics import disable_autocast
@@ -156,6 +165,10 @@ class Recurrence(ABC):
         """
         return call.inputs
 
+    @abstractmethod
+    def written(self, call: Call) -> Any:
+        """Return the state after all tokens of a causal call, in plain torch."""
+
     def carried(self, call: Call) -> tuple[States, States]:
         """Return the states that enter this rank, and those after the tokens of all ranks."""
         raise NotImplementedError  # all implementations carry states themselves
@@ -206,6 +219,45 @@ def run(
         return o, None
     leaves = leaves if whole is None else whole
     return o, leaves[0] if has_one_state else op.states(*leaves)
+
+
+def write(
+    op: Recurrence, inputs: Any, layout: Layout, state: Any, options: Any, *, form: str
+) -> Any:
+    """Return the state after tokens that nobody reads, as a causal call of a form returns it."""
+    enters = op.incoming(state, layout)
+    carried = named_state_tensors(enters, causal=True)
+    call = Call(inputs, layout, enters, options, returns_state=True, carried=carried)
+    op.check(call)
+    with disable_autocast(inputs.q):
+        made = call._replace(inputs=op.prepared(call, Key("causal", form, "torch")))
+        written = op.written(made)
+    check_no_nan(*written, **op.blamed(inputs), **carried)
+    return written
+
+
+def check_read(
+    q: Any, state: Any, kind: Any, patterns: Mapping[str, str], **others: tuple[Any, str]
+) -> None:
+    """Raise ValueError unless queries, [B, T, H, K], can read a state.
+
+    Args:
+        q: The queries.
+        state: The state.
+        kind: The class of the state.
+        patterns: The shape of each tensor of the state.
+        others: Other tensors, with their shapes; None is skipped.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is {named_type(state)}, expected the state of a direction, a {kind.__name__}"
+        )
+    given = {name: pair for name, pair in others.items() if pair[0] is not None}
+    given |= {f"state.{name}": (getattr(state, name), shape) for name, shape in patterns.items()}
+    tensors = {name: x for name, (x, _) in given.items()}
+    check_floating(q=q, **tensors)
+    check_devices(q=q, **tensors)
+    check_shapes(q=(q, "B T H K"), **given)
 
 
 def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:

@@ -16,11 +16,11 @@ from onescan.ops.additive_decay import (
     ADDITIVE_DECAY,
     AdditiveDecayState,
     additive_decay,
-    forms,
     merge_states,
     reference,
+    tiled,
+    tiled_causal,
 )
-from onescan.ops.additive_decay import causal as causal_chunks
 from onescan.ops.additive_decay.op import Inputs, Options
 from onescan.ops.lrpe import RotaryPositions, lrpe_angles
 
@@ -47,14 +47,15 @@ def form(request, monkeypatch):
     and "by_sample" one scan as it is for large samples, in tiles of three tokens.
     """
     if request.param == "tiles":
-        monkeypatch.setattr(causal_chunks, "TILE", 1)
+        monkeypatch.setattr(tiled_causal, "TILE", 1)
         return "chunk"
     if request.param == "halving":
-        monkeypatch.setattr(causal_chunks, "is_transformed", lambda *tensors: True)
+        monkeypatch.setattr(tiled_causal, "is_transformed", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
-        monkeypatch.setattr(forms, "LARGE", 0)
-        monkeypatch.setattr(forms, "TILE", 3 * H * K)
+        monkeypatch.setattr(tiled, "LEAST", 0)
+        monkeypatch.setattr(tiled, "LARGE", 0)
+        monkeypatch.setattr(tiled, "TILE", 3 * H * K)
         return "one_scan"
     return request.param
 

@@ -21,8 +21,8 @@ from onescan.ops.decay_attention import (
     DecayState,
     DecayStates,
     decay_attention,
-    forms,
     reference,
+    tiled,
 )
 from onescan.ops.decay_attention.op import Inputs, Options, cheapest
 
@@ -852,7 +852,7 @@ def test_blocks_of_samples_and_heads_do_not_change_results(causal, decay, block,
     named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
     call = partial(decay_attention, causal=causal, chunk_size=4, form="chunk", normalize="max_one")
     want = outputs_and_gradients(call, named)
-    monkeypatch.setattr(forms, "BLOCK", block)
+    monkeypatch.setattr(tiled, "BLOCK", block)
     got = outputs_and_gradients(call, named)
     for found, expected in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(found, expected)
@@ -863,11 +863,11 @@ def test_blocks_of_samples_and_heads_do_not_change_results(causal, decay, block,
         "causal": [True, False],
         "normalize": NORMALIZERS,
         "form": NAMES,
-        "batch": [20, forms.BATCH],
+        "batch": [20, tiled.BATCH],
     }
 )
 def test_outputs_and_states_may_be_changed_in_place(causal, normalize, form, batch, monkeypatch):
-    monkeypatch.setattr(forms, "BATCH", batch)
+    monkeypatch.setattr(tiled, "BATCH", batch)
     named = inputs(5, causal=causal, decay="scalar", state=True)
     named["k"].requires_grad_()
     call = partial(decay_attention, causal=causal, normalize=normalize, form=form, chunk_size=2)
@@ -888,16 +888,16 @@ def test_batches_of_chunks_do_not_change_results(causal, decay, monkeypatch):
     named = inputs(9, causal=causal, decay=decay, state=True)
     call = partial(decay_attention, causal=causal, chunk_size=2, form="chunk")
     want = outputs_and_gradients(call, named)
-    monkeypatch.setattr(forms, "BATCH", 20)
+    monkeypatch.setattr(tiled, "BATCH", 20)
     for x, y in zip(outputs_and_gradients(call, named), want, strict=True):
         assert_same(x, y)
 
 
-@pytest.mark.parametrize(("block", "batch"), [(1, forms.BATCH), (30, 20)])
+@pytest.mark.parametrize(("block", "batch"), [(1, tiled.BATCH), (30, 20)])
 @over_decays
 def test_gradients_in_blocks_and_batches_have_gradients(decay, block, batch, monkeypatch):
-    monkeypatch.setattr(forms, "BLOCK", block)
-    monkeypatch.setattr(forms, "BATCH", batch)
+    monkeypatch.setattr(tiled, "BLOCK", block)
+    monkeypatch.setattr(tiled, "BATCH", batch)
     named = inputs(3, causal=False, decay=decay, state=False, batch=2)
     named = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
 
@@ -918,8 +918,8 @@ def flat(results):
 def test_blocks_cover_all_once_and_hold_no_more_than_they_may(monkeypatch):
     v = torch.zeros(4, 10, 3, 8)
     for most, size, count in ((500, 4, 2), (500, 20, 8), (500, 60, 12), (1, 4, 12), (960, 4, 1)):
-        monkeypatch.setattr(forms, "BLOCK", most)
-        blocks = list(forms._blocks(v, size))
+        monkeypatch.setattr(tiled, "BLOCK", most)
+        blocks = list(tiled._blocks(v, size))
         assert len(blocks) == count
         touched = torch.zeros(4, 10, 3)
         for at, (samples, heads) in blocks:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
 from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
-from onescan.ops.decay_attention import DecayState, decay_attention
+from onescan.ops.decay_attention import DecayState, decay_attention, read, write
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.linear_diffusion import (
     DiffusionState,
@@ -30,10 +30,7 @@ from onescan.ops.linear_diffusion import (
     stable_step,
 )
 from onescan.ops.numerics import (
-    disable_autocast,
-    safe_divide,
     to_accumulation_dtype,
-    zero_masked,
 )
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import sequence_group, sequence_parallel
@@ -485,18 +482,9 @@ class LinearCrossAttention(nn.Module):
         """
         kv = self.kv_proj(masked(memory, memory_mask))
         k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in kv.chunk(2, dim=-1))
-        with disable_autocast(memory):
-            k, v = to_accumulation_dtype(self.feature_map(k), v)
-            if memory_mask is not None:
-                k, v = zero_masked(memory_mask, k, v)
-            return DecayState(torch.einsum("bshk,bshv->bhkv", k, v), k.sum(dim=1))
+        return write(self.feature_map(k), v, keep=memory_mask)
 
     def forward(self, x: Hidden, memory: DecayState) -> Hidden:
         """Attend to a memory encoded by `encode_memory`."""
         q = self.feature_map(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
-        with disable_autocast(x):
-            (wide_q,) = to_accumulation_dtype(q)
-            sums = torch.einsum("bthk,bhkv->bthv", wide_q, memory.kv)
-            weight = torch.einsum("bthk,bhk->bth", wide_q, memory.k_sum)
-            o = safe_divide(sums, weight.unsqueeze(-1)).to(q.dtype)
-        return o.flatten(-2)
+        return read(q, memory, normalize="sum").flatten(-2)

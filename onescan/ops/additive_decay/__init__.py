@@ -11,19 +11,30 @@ from typing import Literal
 
 from torch import Tensor
 
+from onescan.checks import check_choice, check_no_nan
+from onescan.ops import recurrence
+from onescan.ops.additive_decay import tiled
 from onescan.ops.additive_decay.op import AdditiveDecay, Inputs, Options
 from onescan.ops.additive_decay.state import AdditiveDecayState, merge_states
 from onescan.ops.backend import Backend
 from onescan.ops.blocks import check_whole_blocks
-from onescan.ops.feature_maps import FeatureMapName
+from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.layout import layout_of
-from onescan.ops.lrpe import RotaryPositions
+from onescan.ops.lrpe import RotaryPositions, rotary_tables
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group
-from onescan.ops.recurrence import run
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
-__all__ = ["ADDITIVE_DECAY", "AdditiveDecayState", "Form", "additive_decay", "merge_states"]
+__all__ = [
+    "ADDITIVE_DECAY",
+    "AdditiveDecayState",
+    "Form",
+    "additive_decay",
+    "merge_states",
+    "read",
+    "write",
+]
 
 Form = Literal["auto", "one_scan", "full", "chunk", "recurrent"]
 
@@ -133,4 +144,78 @@ def additive_decay(
     q, k, v = layout.filled(q, k, v)
     inputs = Inputs(q, k, v, angles)
     options = Options(feature_map, chunk_size)
-    return run(ADDITIVE_DECAY, inputs, layout, state, options, form=form, backend=backend)
+    return recurrence.run(
+        ADDITIVE_DECAY, inputs, layout, state, options, form=form, backend=backend
+    )
+
+
+def write(
+    k: Keys,
+    v: Values,
+    *,
+    angles: Angles | RotaryPositions | None = None,
+    keep: Keep | None = None,
+    state: AdditiveDecayState | None = None,
+) -> AdditiveDecayState:
+    """Return the state of tokens that no query of their own reads, in plain torch.
+
+    For example, the context of cross-attention. `read` reads the state.
+
+    Args:
+        k: As in `additive_decay`.
+        v: As in `additive_decay`.
+        angles: As in `additive_decay`.
+        keep: As in `additive_decay`.
+        state: State of other tokens, which is included; None for none.
+
+    Raises:
+        ValueError: As `additive_decay`.
+
+    >>> import torch
+    >>> k, v = torch.zeros(1, 3, 1, 1), torch.tensor([3.0, 5.0, 10.0]).reshape(1, 3, 1, 1)
+    >>> read(torch.ones(1, 2, 1, 1), write(k, v)).flatten().tolist()
+    [6.0, 6.0]
+    """
+    layout = layout_of(k, name="k", causal=True, keep=keep, state=state)
+    if layout.ranks is not None:
+        if isinstance(angles, RotaryPositions):
+            angles = angles.angles(k.shape[1], layout.ranks)
+        (angles,) = layout.filled(angles, dim=0)
+    k, v = layout.filled(k, v)
+    inputs, options = Inputs(k, k, v, angles), Options("identity", chunk_size=64)
+    return recurrence.write(ADDITIVE_DECAY, inputs, layout, state, options, form="recurrent")
+
+
+def read(
+    q: Queries,
+    state: AdditiveDecayState,
+    *,
+    angles: Angles | None = None,
+    feature_map: FeatureMapName = "identity",
+) -> Values:
+    """Return what queries read from a state, [B, T, H, V] in the dtype of q, in plain torch.
+
+    Args:
+        q: Queries, [B, T, H, K].
+        state: State of all tokens that the queries read, of `write` or `additive_decay`.
+        angles: LRPE angles of the queries, [T, H, K], if the state was written with angles.
+        feature_map: Feature map to apply to the queries.
+
+    Raises:
+        ValueError: If shapes or devices do not match, a dtype is wrong, the feature map does not
+            exist or, on a CPU, an argument holds NaN.
+    """
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
+    patterns = {"log_normalizer": "B H K", "kv": "B H F V"}
+    recurrence.check_read(q, state, AdditiveDecayState, patterns, angles=(angles, "T H K"))
+    width = q.shape[-1] * (1 if angles is None else 2)
+    if state.kv.shape[2] != width:
+        raise ValueError(
+            f"state.kv has {state.kv.shape[2]} features with angles {'not ' * (angles is None)}"
+            f"given, expected {width}"
+        )
+    with disable_autocast(q):
+        wide_q, kv = to_accumulation_dtype(FEATURE_MAPS[feature_map](q), state.kv)
+        o = tiled.read(wide_q, kv, *rotary_tables(angles, wide_q.dtype))
+    check_no_nan(o, q=q, angles=angles, **{"state.kv": state.kv})
+    return o.to(q.dtype)

@@ -4,14 +4,13 @@ If not causal (Eq. 14), one scan over all tokens computes the context that every
 
     O = R(Q) [R(softmax(K))^T V]        softmax over tokens, per channel
 
-`causal.py` implements the chunk form of the causal sum (Eq. 13). Its transforms and second
+`tiled_causal.py` implements the chunk form of the causal sum (Eq. 13). Its transforms and second
 derivatives use `recursive_halving`, which is slower and consists of plain operations.
 
 Source: LightNet, arXiv:2405.21022, Eq. 13, Eq. 14 and App. A.2.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onescan.checks import can_look_at_values, is_plain
+from onescan.checks import is_plain
+from onescan.ops.additive_decay import tiled
 from onescan.ops.additive_decay.ranks import merged_over_ranks, merged_sequences
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -27,12 +27,11 @@ from onescan.ops.additive_decay.state import (
     empty_state,
     merged,
     per_feature,
-    per_key,
     share,
 )
 from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
 from onescan.ops.lrpe import rotary_table, rotary_tables, rotate
-from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp, logcumsumexp
+from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
 from onescan.ops.packing import Chunks, Packing, PackingShard
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Angles as Table  # of cosines or sines
@@ -40,10 +39,6 @@ from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
 # q, k, v, table, z_in, kv_in and begins, as in `halve_chunks`.
 ChunkInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, LogNormalizer, KeyValue, Tensor | None]
-
-# Tuned on a CPU:
-LARGE = 1 << 15  # elements per sample; for smaller samples, a loop over samples is slower
-TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
 def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -61,8 +56,7 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     context = context_of(k, v, tables, state)
     if ranks is not None:
         context = merged_over_ranks(ranks, context)
-    read_out = _ReadOut.apply if is_profitable(q, context.kv, *tables) else _read_out
-    return read_out(q, context.kv, *tables), context
+    return tiled.read(q, context.kv, *tables), context
 
 
 def full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -277,19 +271,6 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return forward_ad._current_level >= 0 or not all(is_plain(x) for x in tensors if x is not None)
 
 
-def differentiable_gradients(
-    function: Callable[..., tuple[Tensor, ...]],
-    inputs: tuple[Tensor | None, ...],
-    gradients: tuple[Tensor, ...],
-) -> tuple[Tensor | None, ...]:
-    """Return gradients of a function of plain operations; they are differentiable themselves."""
-    differentiable = [x for x in inputs if x is not None and x.requires_grad]
-    pairs = zip(function(*inputs), gradients, strict=True)
-    outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
-    found = iter(torch.autograd.grad(outputs, differentiable, given, create_graph=True))
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
-
-
 def _scan_sequences(
     q: Queries,
     k: Keys,
@@ -337,193 +318,14 @@ def _scan_sequences(
     return o, states
 
 
-# One scan for all samples together: works on any device, when compiled, and with any derivative.
-
-
 def context_of(
-    k: Keys, v: Values, tables: tuple[Table | None, Table | None], state: AdditiveDecayState | None
+    k: Keys,
+    v: Values,
+    tables: tuple[Table | None, Table | None],
+    state: AdditiveDecayState | None,
+    *,
+    is_lean: bool = False,
 ) -> AdditiveDecayState:
-    """Return the state of these tokens, merged with the incoming state."""
-    summarize = _Summary.apply if is_profitable(k, v, *tables) else _summary
-    own = AdditiveDecayState(*summarize(k, v, *tables))
+    """Return the state of these tokens, merged with the incoming state; see `tiled.write`."""
+    own = AdditiveDecayState(*tiled.write(k, v, *tables, is_lean=is_lean))
     return own if state is None else merged(state, own)
-
-
-def _summary(
-    k: Keys, v: Values, cos: Table | None, sin: Table | None
-) -> tuple[LogNormalizer, KeyValue]:
-    """Return the log-normalizer and kv of these tokens only."""
-    # The result does not depend on the maximum, so no gradient flows through it.
-    peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO).to(accumulation_dtype(k.dtype))  # B H K
-    weight = (k - peak.unsqueeze(1)).exp_()
-    total = weight.sum(dim=1)  # B H K
-    total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
-    kv = torch.einsum("bthf,bthv->bhfv", rotate(weight.to(v.dtype), cos, sin), v).to(total.dtype)
-    return peak.double() + total.double().log(), kv / per_feature(total, kv)
-
-
-def _read_out(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
-    """Return kv^T R(q)."""
-    return torch.einsum("bthf,bhfv->bthv", rotate(q, cos, sin), kv.to(q.dtype))
-
-
-# One scan per sample, tile by tile: faster on a CPU, and needs less memory. Products read the
-# layout of projections, [T, H, K]. The only allocations of the size of q, k or v are outputs and
-# gradients, and only inputs are saved for the backward. For a sample with w_t = exp(k_t - z), G the
-# gradient of kv, dz the gradient of z, and <.,.> a sum over values and over both halves:
-#
-#     kv  = sum_t R_t(w_t) v_t^T      dv_t = G^T R_t(w_t),  dk_t = w_t (R_t^T(G v_t) - <kv, G> + dz)
-#     o_t = kv^T R_t(q_t)             dq_t = R_t^T(kv do_t),  dkv = sum_t R_t(q_t) do_t^T
-
-Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
-
-
-def is_profitable(*inputs: Tensor | None) -> bool:
-    """Return whether the first input has large samples and at most plain gradients are needed."""
-    given = [x for x in inputs if x is not None]
-    if forward_ad._current_level >= 0 or not all(can_look_at_values(x) for x in given):
-        return False  # return early, because the comparison would specialize a symbolic length
-    return given[0][:1].numel() >= LARGE
-
-
-class _ReadOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, kv, cos, sin)
-        tables = () if cos is None or sin is None else (cos, sin)
-        o, workspace = q.new_empty(*q.shape[:3], kv.shape[-1]), _workspace(q)
-        for at in _tiles(q):
-            _read(q[at], kv[at[0]], _select(tables, at), o[at], workspace)
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, cos, sin = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return differentiable_gradients(lambda *x: (_read_out(*x),), (q, kv, cos, sin), (do,))
-        tables = () if cos is None else (cos, sin)
-        dtables = _zeros(tables, ctx.needs_input_grad[2:])
-        dq, dkv, workspace = torch.empty_like(q), torch.zeros_like(kv), _workspace(q)
-        for at in _tiles(q):
-            here, dhere = _select(tables, at), _select(dtables, at)
-            _read_gradient(do[at], kv[at[0]], q[at], here, dhere, dq[at], workspace)
-            _add_products_(dkv[at[0]], q[at], do[at], here, workspace)
-        return dq, dkv, *(dtables or (None, None))
-
-
-class _Summary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[LogNormalizer, KeyValue]:
-        tables = () if cos is None or sin is None else (cos, sin)
-        batch, _, heads, width = k.shape
-        peak = k.amax(dim=1).clamp(min=LOG_ZERO)
-        total = torch.zeros_like(peak)
-        kv = k.new_zeros(batch, heads, width * (len(tables) or 1), v.shape[-1])
-        weights, workspace = _workspace(k), _workspace(k)
-        for at in _tiles(k):
-            w = torch.sub(k[at], peak[at[0]], out=weights[: len(k[at])]).exp_()
-            total[at[0]] += w.sum(dim=0)
-            _add_products_(kv[at[0]], w, v[at], _select(tables, at), workspace)
-        total = torch.where(total > 0, total, 1)
-        kv /= per_feature(total, kv)
-        ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
-        return peak.double() + total.double().log(), kv
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, cos, sin, peak, total, kv = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return differentiable_gradients(_summary, (k, v, cos, sin), (dz, dkv))
-        tables = () if cos is None else (cos, sin)
-        dtables = _zeros(tables, ctx.needs_input_grad[2:])
-        offset = per_key(kv * dkv, k) - dz.to(k.dtype)
-        scale = total.reciprocal()
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        weights, workspace = _workspace(k), _workspace(k)
-        for at in _tiles(k):
-            sample, here, dhere = at[0], _select(tables, at), _select(dtables, at)
-            w = torch.sub(k[at], peak[sample], out=weights[: len(k[at])]).exp_()
-            w.mul_(scale[sample])
-            _read_gradient(v[at], dkv[sample], w, here, dhere, dk[at], workspace)
-            dk[at].sub_(offset[sample]).mul_(w)
-            _read(w, dkv[sample], here, dv[at], workspace)
-        return dk, dv, *(dtables or (None, None))
-
-
-def _tiles(x: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the sample and the tokens of each tile of x, [B, T, H, K]."""
-    length = _tile_length(x)
-    for sample in range(len(x)):
-        for start in range(0, x.shape[1], length):
-            yield sample, slice(start, min(start + length, x.shape[1]))
-
-
-def _tile_length(x: Tensor) -> int:
-    """Return the number of tokens of a tile."""
-    return min(x.shape[1], max(1, TILE // x[0, 0].numel()))
-
-
-def _workspace(x: Tensor) -> Tensor:
-    """Allocate memory for intermediate results, as large as a tile of x."""
-    return x.new_empty(_tile_length(x), *x.shape[2:])
-
-
-def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
-    """Select the rows of a tile; all samples have the same angles."""
-    return tuple(x[at[1]] for x in tables)
-
-
-def _zeros(tables: Tables, needed: tuple[bool, ...]) -> Tables:
-    """Allocate the gradients of cosines and sines, if any are needed."""
-    return tuple(torch.zeros_like(x) for x in tables) if any(needed) else ()
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """View [T, H, X] as one matrix per head, [H, T, X]."""
-    return x.transpose(0, 1)
-
-
-def _add_products_(out: Tensor, x: Tensor, y: Tensor, tables: Tables, workspace: Tensor) -> None:
-    """Add sum_t R_t(x_t) y_t^T over a tile to out, [H, F, V]."""
-    if not tables:
-        out.baddbmm_(_by_head(x).mT, _by_head(y))
-    for factor, half in zip(tables, out.split(x.shape[-1], dim=-2), strict=False):
-        rotated = torch.mul(x, factor, out=workspace[: len(x)])
-        half.baddbmm_(_by_head(rotated).mT, _by_head(y))
-
-
-def _read(x: Tensor, kv: Tensor, tables: Tables, out: Tensor, workspace: Tensor) -> None:
-    """Write kv^T R_t(x_t) for a tile to out, [T, H, V]."""
-    if not tables:
-        torch.bmm(_by_head(x), kv, out=_by_head(out))
-        return
-    of_cos, of_sin = kv.split(x.shape[-1], dim=-2)
-    workspace = workspace[: len(x)]
-    torch.mul(x, tables[0], out=workspace)
-    torch.bmm(_by_head(workspace), of_cos, out=_by_head(out))
-    torch.mul(x, tables[1], out=workspace)
-    _by_head(out).baddbmm_(_by_head(workspace), of_sin)
-
-
-def _read_gradient(
-    y: Tensor,
-    kv: Tensor,
-    x: Tensor,
-    tables: Tables,
-    dtables: Tables,
-    out: Tensor,
-    workspace: Tensor,
-) -> None:
-    """Write R_t^T(kv y_t) for a tile to out, [T, H, K], and add gradients of the tables."""
-    if not tables:
-        torch.bmm(_by_head(y), kv.mT, out=_by_head(out))
-        return
-    of_cos, of_sin = kv.split(x.shape[-1], dim=-2)
-    workspace = workspace[: len(x)]
-    torch.bmm(_by_head(y), of_cos.mT, out=_by_head(out))
-    torch.bmm(_by_head(y), of_sin.mT, out=_by_head(workspace))
-    for total, half in zip(dtables, (out, workspace), strict=False):
-        total.addcmul_(x, half)
-    out.mul_(tables[0]).addcmul_(workspace, tables[1])

@@ -15,8 +15,7 @@ from onescan.checks import (
     check_whole,
 )
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
-from onescan.ops.additive_decay import blockwise, forms
-from onescan.ops.additive_decay import causal as causal_chunks
+from onescan.ops.additive_decay import blockwise, forms, tiled_causal
 from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -28,7 +27,7 @@ from onescan.ops.additive_decay.state import (
 from onescan.ops.backend import chip_of, data_type, is_interpreted, name_of
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
 from onescan.ops.layout import Layout
-from onescan.ops.lrpe import RotaryPositions, rotary_table
+from onescan.ops.lrpe import RotaryPositions, rotary_table, rotary_tables
 from onescan.ops.numerics import (
     accumulation_dtype,
     product_dtype,
@@ -145,7 +144,7 @@ class AdditiveDecay(Recurrence):
         ),
         Key("blocks", "one_scan", "torch"): Implementation(_in_torch(blockwise.one_scan)),
         Key("blocks", "chunk", "torch"): Implementation(
-            _in_torch(blockwise.in_causal_form(causal_chunks.forward)), packed=False
+            _in_torch(blockwise.in_causal_form(tiled_causal.forward)), packed=False
         ),
         Key("blocks", "chunk", "triton"): Implementation(
             _in_triton(blockwise.in_causal_form(_kernels("chunk"))), packed=False
@@ -153,7 +152,7 @@ class AdditiveDecay(Recurrence):
         Key("blocks", "full", "torch"): Implementation(
             _in_torch(blockwise.in_causal_form(forms.causal_full)), packed=False
         ),
-        Key("causal", "chunk", "torch"): Implementation(_in_torch(causal_chunks.forward)),
+        Key("causal", "chunk", "torch"): Implementation(_in_torch(tiled_causal.forward)),
         Key("causal", "chunk", "triton"): Implementation(
             _in_triton(_kernels("chunk")), packed_over_ranks=False
         ),
@@ -270,6 +269,13 @@ class AdditiveDecay(Recurrence):
             table = rotary_table(angles, accumulation_dtype(k.dtype))
         return Inputs(q, k, v, angles, table)
 
+    def written(self, call: Call) -> AdditiveDecayState:
+        (_, k, v, angles, _), (state,) = call.inputs, call.enters
+        if call.layout.ranks is not None:
+            return self.carried(call)[1][0]
+        state = None if state is None else canonical(state, accumulation_dtype(v.dtype))
+        return forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
+
     def carried(self, call: Call) -> tuple[States, States]:
         (_, k, v, _, table), layout, (state,) = call.inputs, call.layout, call.enters
         assert layout.ranks is not None
@@ -284,6 +290,6 @@ class AdditiveDecay(Recurrence):
             is_last = shard.sequence == shard.sequence[:, -1:]
             k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
         cos, sin = (None, None) if table is None else table.unbind(-2)
-        own = forms.context_of(k, v, (cos, sin), state)
+        own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
         before, last = merged_before(layout.ranks, own, shard)
         return (before if state is None else merged(state, before),), (last,)

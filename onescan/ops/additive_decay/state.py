@@ -15,6 +15,7 @@ from onescan.ops.numerics import LOG_ZERO, accumulation_dtype, logaddexp
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Angles, Keep, Keys, KeyValue, LogNormalizer, Queries, Values
+from onescan.shapes import Angles as Table  # of cosines or sines
 
 
 class AdditiveDecayState(NamedTuple):
@@ -130,3 +131,29 @@ def per_feature(weight: Tensor, kv: Tensor) -> Tensor:
     """Repeat a weight per key channel, [.., K], for both halves of kv, [.., F, V]: [.., F, 1]."""
     halves = kv.shape[-2] // weight.shape[-1]
     return (weight if halves == 1 else torch.cat([weight, weight], dim=-1)).unsqueeze(-1)
+
+
+def write(
+    k: Keys, v: Values, cos: Table | None, sin: Table | None
+) -> tuple[LogNormalizer, KeyValue]:
+    """Return the log-normalizer and kv of tokens, from the empty state."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # B H T K, because products are by head
+    # The result does not depend on the maximum, so no gradient flows through it.
+    peak = k.detach().amax(dim=2).clamp(min=LOG_ZERO).to(accumulation_dtype(k.dtype))  # B H K
+    weight = (k - peak.unsqueeze(2)).exp_()
+    total = weight.sum(dim=2)  # B H K
+    total = torch.where(total > 0, total, 1)  # if all logits are -inf, the mean is 0
+    kv = (_rotated(weight.to(v.dtype), cos, sin).mT @ v).to(total.dtype)  # B H F V
+    return peak.double() + total.double().log(), kv / per_feature(total, kv)
+
+
+def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
+    """Return what queries read from a state, kv^T R(q)."""
+    return (_rotated(q.transpose(1, 2), cos, sin) @ kv.to(q.dtype)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Table | None, sin: Table | None) -> Tensor:
+    """Return R(x) of x [B, H, T, K], contiguous with LRPE, as products need it."""
+    if cos is None or sin is None:
+        return x
+    return torch.cat([x * cos.transpose(0, 1), x * sin.transpose(0, 1)], dim=-1)

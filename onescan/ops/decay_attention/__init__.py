@@ -8,11 +8,15 @@
 Source: LION, arXiv:2502.16249.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
+from onescan.checks import check_choice, check_no_nan
+from onescan.ops import recurrence
 from onescan.ops.backend import Backend
+from onescan.ops.decay_attention.forms import row_divisor
 from onescan.ops.decay_attention.op import (
     DecayAt,
     DecayAttention,
@@ -22,14 +26,23 @@ from onescan.ops.decay_attention.op import (
     Normalize,
     Options,
 )
-from onescan.ops.feature_maps import FeatureMapName
+from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.layout import layout_of
+from onescan.ops.numerics import broadcast_divide, disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group
-from onescan.ops.recurrence import run
 from onescan.shapes import Keep, Keys, Queries, Values
 
-__all__ = ["DECAY_ATTENTION", "DecayAt", "DecayState", "DecayStates", "Form", "decay_attention"]
+__all__ = [
+    "DECAY_ATTENTION",
+    "DecayAt",
+    "DecayState",
+    "DecayStates",
+    "Form",
+    "decay_attention",
+    "read",
+    "write",
+]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
 State = DecayState | DecayStates | tuple[DecayState | None, DecayState | None]
@@ -145,7 +158,68 @@ def decay_attention(
     q, k, v = layout.filled(q, k, v)
     options = Options(feature_map, decay_at, normalize, chunk_size)
     inputs = Inputs(q, k, v, log_decay)
-    return run(
+    return recurrence.run(
         DECAY_ATTENTION, inputs, layout, state, options, form=form, backend=backend,
         return_state=return_state,
     )  # fmt: skip
+
+
+def write(
+    k: Keys,
+    v: Values,
+    log_decay: Tensor | None = None,
+    *,
+    feature_map: FeatureMapName = "identity",
+    decay_at: DecayAt = "auto",
+    keep: Keep | None = None,
+    state: DecayState | None = None,
+) -> DecayState:
+    """Return the state after tokens that no query of their own reads, in plain torch.
+
+    For example, the context of cross-attention. `read` reads the state. Arguments and errors are
+    those of a causal `decay_attention`.
+
+    >>> import torch
+    >>> k, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 4.0]).reshape(1, 2, 1, 1)
+    >>> read(torch.ones(1, 1, 1, 1), write(k, v), normalize="sum").item()
+    6.0
+    """
+    layout = layout_of(k, name="k", causal=True, keep=keep)
+    if getattr(log_decay, "ndim", 1) > 1:
+        (log_decay,) = layout.filled(log_decay)
+    k, v = layout.filled(k, v)
+    inputs = Inputs(k, k, v, log_decay)
+    options = Options(feature_map, decay_at, "none", chunk_size=64)
+    return recurrence.write(DECAY_ATTENTION, inputs, layout, state, options, form="recurrent")
+
+
+def read(
+    q: Queries,
+    state: DecayState,
+    *,
+    feature_map: FeatureMapName = "identity",
+    normalize: Normalize = "none",
+) -> Values:
+    """Return what queries read from a state, S^T q, [B, T, H, V] in the dtype of q.
+
+    Args:
+        q: Queries, [B, T, H, K].
+        state: State after all tokens that the queries read, of `write` or `decay_attention`.
+        feature_map: Feature map to apply to the queries.
+        normalize: As in a causal `decay_attention`.
+
+    Raises:
+        ValueError: If shapes or devices do not match, a dtype is wrong, the feature map does not
+            exist or, on a CPU, an argument holds NaN.
+    """
+    check_choice("feature_map", feature_map, FEATURE_MAPS)
+    check_choice("normalize", normalize, get_args(Normalize))
+    recurrence.check_read(q, state, DecayState, {"kv": "B H K V", "k_sum": "B H K"})
+    with disable_autocast(q):
+        wide_q, kv, k_sum = to_accumulation_dtype(FEATURE_MAPS[feature_map](q), *state)
+        o = torch.einsum("bthk,bhkv->bthv", wide_q, kv)
+        if normalize != "none":
+            row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).unsqueeze(-1)
+            o = broadcast_divide(o, row_divisor(row_sum, normalize, causal=True)[0])
+    check_no_nan(o, q=q, **{f"state.{name}": x for name, x in state._asdict().items()})
+    return o.to(q.dtype)

@@ -16,8 +16,14 @@ from onescan.checks import (
     check_whole,
     is_known,
 )
-from onescan.ops.decay_attention import forms
-from onescan.ops.decay_attention.forms import Directions, directed, separated
+from onescan.ops.decay_attention import forms, tiled
+from onescan.ops.decay_attention.forms import (
+    Directions,
+    directed,
+    separated,
+    total,
+    updates_of,
+)
 from onescan.ops.decay_attention.ranks import carried_states
 from onescan.ops.decay_factors import padded
 from onescan.ops.feature_maps import FEATURE_MAPS, KERNEL_MAPS, FeatureMapName
@@ -152,8 +158,8 @@ def _after(state: DecayState | None, log_decay: Tensor | None) -> DecayState | N
 
 def _implementations(direction: str) -> dict[Key, Implementation]:
     return {
-        Key(direction, "full", "torch"): Implementation(_in_torch(forms.full)),
-        Key(direction, "chunk", "torch"): Implementation(_in_torch(forms.chunk)),
+        Key(direction, "full", "torch"): Implementation(_in_torch(tiled.full)),
+        Key(direction, "chunk", "torch"): Implementation(_in_torch(tiled.chunk)),
         Key(direction, "recurrent", "torch"): Implementation(_in_torch(forms.recurrent)),
         Key(direction, "chunk", "triton"): Implementation(_in_triton("chunk")),
     }
@@ -262,6 +268,20 @@ class DecayAttention(Recurrence):
         inputs, layout = call.inputs, call.layout
         assert inputs.decays is not None
         return inputs._replace(decays=separated(inputs.decays, layout.starts, layout.ends))
+
+    def written(self, call: Call) -> DecayState:
+        inputs, (enter, _) = call.inputs, call.enters
+        if call.layout.ranks is not None:
+            return self.carried(call)[1][0]
+        before = _joined(enter, inputs.v.dtype)
+        if _decays(call):
+            ((own, kept),) = updates_of(inputs.k, inputs.v, inputs.decays, inputs.ends)
+            before = None if before is None else kept * before
+        else:
+            own = total(inputs.k, inputs.v)
+        written = _split(own if before is None else own + before, None)
+        assert written is not None
+        return written
 
     def carried(self, call: Call) -> tuple[States, States]:
         inputs, keep = call.inputs, call.layout.keep

@@ -3,14 +3,11 @@
 The tokens of a rank update the incoming state S of one direction as S' = P S + U.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from onescan.ops.collectives import carry, linear_compose, linear_step
-from onescan.ops.decay_attention.forms import Directions, Sides
-from onescan.ops.decay_factors import decay_factors
+from onescan.ops.decay_attention.forms import Directions, Sides, updates_of
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Keys, Values
 
@@ -35,7 +32,7 @@ def carried_states(
     enters = [side if here else None for side, here in zip(sides, is_outermost, strict=True)]
     updates = [
         (own if enter is None else torch.addcmul(own, kept, enter), kept)
-        for (own, kept), enter in zip(_updates(k, v, decays, ends), enters, strict=False)
+        for (own, kept), enter in zip(updates_of(k, v, decays, ends), enters, strict=False)
     ]
     states = carry(ranks, updates, (torch.zeros_like(updates[0][0]),), linear_step, linear_compose)
     entering: list[Tensor | None] = [None, None]
@@ -43,22 +40,3 @@ def carried_states(
     for d, (((before,), (last,)), enter) in enumerate(zip(states, enters, strict=False)):
         entering[d], leaving[d] = before if enter is None else before + enter, last
     return (entering[0], entering[1]), (leaving[0], leaving[1])
-
-
-def _updates(
-    k: Keys, v: Values, decays: Directions, ends: Sides
-) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return U, [B, H, K, V + 1], and P, [B, H, 1 or K, 1], of each direction."""
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    updates = []
-    for backward, (logs, end) in enumerate(zip(decays, ends, strict=True)):
-        if logs is None:
-            continue
-        _, leave, through = decay_factors(logs.transpose(1, 2), k.dtype, backward=bool(backward))
-        left, kept = k * leave, through.mT
-        own = torch.cat([left.mT @ v, left.sum(-2).unsqueeze(-1)], dim=-1)
-        if end is not None:
-            decay = end.exp().unsqueeze(-1)
-            own, kept = own * decay, kept * decay
-        updates.append((own, kept.expand(*own.shape[:2], -1, 1)))
-    return updates

@@ -11,23 +11,27 @@ token.
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from onescan.checks import check_no_nan
+from onescan.ops import recurrence
 from onescan.ops.backend import Backend
 from onescan.ops.delta_rule.forms import Inputs
 from onescan.ops.delta_rule.op import DeltaRule, DeltaState, DeltaStates, Options
 from onescan.ops.layout import layout_of
+from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group
-from onescan.ops.recurrence import run
 from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues, Values
 
-__all__ = ["DELTA_RULE", "DeltaState", "DeltaStates", "delta_rule"]
+__all__ = ["DELTA_RULE", "DeltaState", "DeltaStates", "delta_rule", "read", "write"]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
 Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
 
 DELTA_RULE = DeltaRule()
+UPDATES_NDIM = 5  # of k with an axis of updates
 
 
 def delta_rule(
@@ -140,4 +144,52 @@ def delta_rule(
         state=state, group=group,
     )  # fmt: skip
     inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
-    return run(DELTA_RULE, inputs, layout, state, Options(chunk_size), form=form, backend=backend)
+    return recurrence.run(
+        DELTA_RULE, inputs, layout, state, Options(chunk_size), form=form, backend=backend
+    )
+
+
+def write(
+    k: UpdateKeys,
+    v: UpdateValues,
+    beta: UpdateBetas,
+    log_decay: Tensor | None = None,
+    *,
+    keep: Keep | None = None,
+    state: DeltaState | None = None,
+    chunk_size: int = 64,
+) -> DeltaState:
+    """Return the state after tokens that no query of their own reads, in plain torch.
+
+    For example, the context of cross-attention. `read` reads the state. Arguments and errors are
+    those of a causal `delta_rule`.
+
+    >>> import torch
+    >>> k, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 4.0]).reshape(1, 2, 1, 1)
+    >>> read(torch.ones(1, 1, 1, 1), write(k, v, torch.ones(1, 2, 1))).item()
+    4.0
+    """
+    q = k[:, :, 0] if isinstance(k, Tensor) and k.ndim == UPDATES_NDIM else k  # outputs are dropped
+    layout = layout_of(q, name="k", causal=True, keep=keep)
+    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    options = Options(chunk_size)
+    return recurrence.write(DELTA_RULE, inputs, layout, state, options, form="chunk")
+
+
+def read(q: Queries, state: DeltaState) -> Values:
+    """Return what queries read from a state, S^T q, [B, T, H, V] in the dtype of q.
+
+    Args:
+        q: Queries ``[B, T, H, K]``, after their feature map.
+        state: State after all tokens that the queries read, of `write` or `delta_rule`.
+
+    Raises:
+        ValueError: If shapes or devices do not match, a dtype is wrong or, on a CPU, an argument
+            holds NaN.
+    """
+    recurrence.check_read(q, state, DeltaState, {"kv": "B H K V"})
+    with disable_autocast(q):
+        wide_q, kv = to_accumulation_dtype(q, state.kv)
+        o = torch.einsum("bthk,bhkv->bthv", wide_q, kv)
+    check_no_nan(o, q=q, **{"state.kv": state.kv})
+    return o.to(q.dtype)

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from onescan.ops.additive_decay.forms import (
     chunked_inputs,
-    differentiable_gradients,
     halve_chunks,
     is_transformed,
     recursive_halving,
@@ -52,7 +51,7 @@ from onescan.ops.additive_decay.state import (
 )
 from onescan.ops.backend import wants_gradient
 from onescan.ops.chunks import linear_scan, number_of_chunks
-from onescan.ops.numerics import LOG_ZERO, disable_autocast
+from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_autocast
 from onescan.shapes import Values
 
 BLOCK = 8  # tokens per block
