@@ -2,36 +2,48 @@
 
 The forward recurrence visits all tokens, and the backward recurrence restarts with an empty state
 at the end of each block, so the state after a block contains all tokens so far. With one token per
-block, the call is causal; with a single block, it is bidirectional.
+block, the call is causal; with a single block, it is bidirectional. Blocks of several sizes are
+given by offsets, as packed sequences are: a prompt that is read in both directions, followed by
+blocks of one token, is a prefix language model.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from onescan.checks import check_whole
-from onescan.ops.packing import Packing
+from onescan.checks import can_look_at_values, check_whole
+from onescan.ops.packing import Packing, check_offsets, check_offsets_type
 from onescan.ops.parallel import SequenceGroup, is_empty, refuse_group
+
+Blocks = int | Int[Tensor, " offsets"]  # tokens per block, or offsets of blocks of several sizes
 
 
 def check_causal_block(
     causal_block: Any, *, causal: Any, cu_seqlens: Any = None, ranks: SequenceGroup | None = None
 ) -> None:
-    """Raise ValueError if the block size is invalid, or does not support the other options.
+    """Raise ValueError if blocks are invalid, or do not support the other options.
 
     >>> check_causal_block(4, causal=True)
     Traceback (most recent call last):
     ValueError: causal_block is 4 with causal=True, expected causal=False
     """
-    check_whole(1, causal_block=causal_block)
+    is_uneven = isinstance(causal_block, Tensor)
+    if is_uneven:
+        check_offsets_type("causal_block", causal_block, "offsets [N + 1] of N blocks")
+        if cu_seqlens is not None:
+            raise ValueError(
+                "causal_block holds offsets with cu_seqlens, expected the number of tokens per "
+                "block, or no cu_seqlens"
+            )
+    else:
+        check_whole(1, causal_block=causal_block)
     if causal is not False:
-        raise ValueError(
-            f"causal_block is {causal_block} with causal={causal}, expected causal=False"
-        )
+        given = "holds offsets" if is_uneven else f"is {causal_block}"
+        raise ValueError(f"causal_block {given} with causal={causal}, expected causal=False")
     if ranks is not None and cu_seqlens is not None:
         refuse_group(
             ranks,
@@ -40,7 +52,25 @@ def check_causal_block(
         )
 
 
-def check_whole_blocks(causal_block: int, lengths: Sequence[int]) -> None:
+def check_block_offsets(causal_block: Any, x: Tensor, ranks: SequenceGroup | None) -> None:
+    """Raise ValueError unless offsets of blocks, if any, run from 0 to the number of tokens x.
+
+    Values are only read on a CPU.
+
+    >>> check_block_offsets(torch.tensor([0, 2]), torch.ones(1, 3, 1), None)
+    Traceback (most recent call last):
+    ValueError: causal_block ends at 2, expected 3, the number of tokens
+    """
+    if not isinstance(causal_block, Tensor):
+        return
+    if causal_block.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"causal_block is on {causal_block.device}, expected cpu or {x.device}")
+    if can_look_at_values(causal_block):
+        tokens = x.shape[1] if ranks is None else sum(ranks.lengths(x))
+        check_offsets("causal_block", causal_block, tokens)
+
+
+def check_whole_blocks(causal_block: Blocks, lengths: Sequence[int]) -> None:
     """Raise ValueError if a rank ends within a block, unless the sequence ends there.
 
     >>> check_whole_blocks(4, [8, 0, 7])
@@ -49,16 +79,22 @@ def check_whole_blocks(causal_block: int, lengths: Sequence[int]) -> None:
     ValueError: group has 7 tokens on rank 0 with causal_block=4, expected whole blocks
     """
     *others, last = list(accumulate(lengths))
+    if isinstance(causal_block, Tensor):
+        if not can_look_at_values(causal_block):
+            return
+        ends, shown = set(causal_block.tolist()), "offsets"
+    else:
+        ends, shown = {*range(0, last + causal_block, causal_block)}, str(causal_block)
     for rank, end in enumerate(others):
-        if end % causal_block and end != last:
+        if end not in ends and end != last:
             raise ValueError(
-                f"group has {lengths[rank]} tokens on rank {rank} with "
-                f"causal_block={causal_block}, expected whole blocks"
+                f"group has {lengths[rank]} tokens on rank {rank} with causal_block={shown}, "
+                "expected whole blocks"
             )
 
 
 def block_ends(
-    causal_block: int, x: Tensor, packing: Packing | None, ranks: SequenceGroup | None
+    causal_block: Blocks, x: Tensor, packing: Packing | None, ranks: SequenceGroup | None
 ) -> Bool[Tensor, "1 T"] | Bool[Tensor, "B T"]:
     """Return whether each token of x, [B, T, ...], is the last token of its block.
 
@@ -68,11 +104,49 @@ def block_ends(
 
     >>> block_ends(2, torch.ones(1, 5, 3), None, None).tolist()
     [[False, True, False, True, False]]
+    >>> block_ends(torch.tensor([0, 3, 4, 5]), torch.ones(1, 5, 3), None, None).tolist()
+    [[False, False, True, True, True]]
     """
-    if packing is not None:
+    if packing is not None and not isinstance(causal_block, Tensor):
         return (packing.place + 1) % causal_block == 0
-    before = 0 if ranks is None else sum(ranks.lengths(x)[: ranks.rank])
+    after = _places(x, ranks) + 1  # on all ranks, because they may have to exchange lengths
     if is_empty(ranks, x):
         return torch.zeros(1, 1, dtype=torch.bool, device=x.device)
-    place = before + torch.arange(x.shape[1], device=x.device)
-    return ((place + 1) % causal_block == 0).unsqueeze(0)
+    if isinstance(causal_block, Tensor):
+        return torch.isin(after, causal_block.to(x.device)).unsqueeze(0)
+    return (after % causal_block == 0).unsqueeze(0)
+
+
+def block_bounds(
+    causal_block: Int[Tensor, " offsets"], x: Tensor, ranks: SequenceGroup | None
+) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
+    """Return where the block of each token of x begins and ends, counted from the first token of x.
+
+    >>> block_bounds(torch.tensor([0, 3, 4]), torch.ones(1, 4, 3), None)
+    (tensor([0, 0, 0, 3]), tensor([3, 3, 3, 4]))
+    """
+    offsets, places = causal_block.to(x.device).long(), _places(x, ranks)
+    if is_empty(ranks, x):  # of the masked token
+        return offsets.new_zeros(1), offsets.new_ones(1)
+    block = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
+    before = places[:1]
+    return offsets[block] - before, offsets[block + 1] - before
+
+
+def _places(x: Tensor, ranks: SequenceGroup | None) -> Tensor:
+    """Return the number of tokens before each token of x, on all ranks."""
+    before = 0 if ranks is None else sum(ranks.lengths(x)[: ranks.rank])
+    return before + torch.arange(x.shape[1], device=x.device)
+
+
+def block_ranges(causal_block: Blocks | None, tokens: int) -> Iterator[range]:
+    """Yield the tokens of each block; None is a single block.
+
+    >>> list(block_ranges(2, 3)), list(block_ranges(torch.tensor([0, 1, 3]), 3))
+    ([range(0, 2), range(2, 3)], [range(0, 1), range(1, 3)])
+    """
+    if isinstance(causal_block, Tensor):
+        offsets = causal_block.tolist()
+    else:
+        offsets = [*range(0, tokens, causal_block or tokens), tokens]
+    return (range(start, stop) for start, stop in pairwise(offsets) if start < stop)

@@ -11,7 +11,13 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from onescan.checks import check_floating, check_shapes
-from onescan.ops.blocks import block_ends, check_causal_block
+from onescan.ops.blocks import (
+    Blocks,
+    block_bounds,
+    block_ends,
+    check_block_offsets,
+    check_causal_block,
+)
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group, SequenceGroup, is_empty, packing_over, sequence_group
 from onescan.shapes import Keep
@@ -22,22 +28,25 @@ class Layout(NamedTuple):
 
     Attributes:
         causal: Whether each token reads only itself and earlier tokens.
-        causal_block: Tokens per block of a blockwise causal call; None for a single block.
+        causal_block: Tokens per block of a blockwise causal call, or offsets of its blocks; None
+            for a single block.
         keep: True for real tokens; None if all are real.
         packing: The sequences that share a row; None if each row is one sequence.
         ranks: The ranks across which the token axis is sharded; None for one process.
         is_empty: Whether this rank has no tokens. It then computes one masked token, so that its
             graph has the same collectives as those of other ranks.
         ends_of_blocks: True for the last token of each block; None without blocks.
+        bounds: Where the block of each token begins and ends; None without offsets of blocks.
     """
 
     causal: bool
-    causal_block: int | None
+    causal_block: Blocks | None
     keep: Keep | None
     packing: Packing | None
     ranks: SequenceGroup | None
     is_empty: bool
     ends_of_blocks: Bool[Tensor, "_ T"] | None
+    bounds: tuple[Tensor, Tensor] | None
 
     @property
     def limits(self) -> list[str]:
@@ -51,6 +60,11 @@ class Layout(NamedTuple):
             "causal" if self.causal else "both",
             *(name for name, x in given.items() if x is not None),
         ]
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block, if all blocks have the same number."""
+        return self.causal_block if isinstance(self.causal_block, int) else None
 
     @property
     def continues(self) -> bool:
@@ -123,8 +137,10 @@ def layout_of(
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
     check_floating(**{name: q})
     check_shapes(**{name: (q, pattern)})
+    check_block_offsets(causal_block, q, ranks)
     packing = packing_over(ranks, cu_seqlens, q, state=state)
     of_blocks = None if causal_block is None else block_ends(causal_block, q, packing, ranks)
     if empty := is_empty(ranks, q):
         keep = q.new_zeros(q.shape[0], 1, dtype=torch.bool)
-    return Layout(causal, causal_block, keep, packing, ranks, empty, of_blocks)
+    bounds = block_bounds(causal_block, q, ranks) if isinstance(causal_block, Tensor) else None
+    return Layout(causal, causal_block, keep, packing, ranks, empty, of_blocks, bounds)

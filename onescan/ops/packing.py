@@ -349,32 +349,45 @@ def packing_of(
         if of != (batch, tokens):
             raise ValueError(f"cu_seqlens is for {of} rows and tokens, expected {(batch, tokens)}")
         return cu_seqlens
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens is {named_type(cu_seqlens)}, expected a tensor: {EXPECTED}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}, expected torch.int32")
-    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected {EXPECTED}")
+    check_offsets_type("cu_seqlens", cu_seqlens, EXPECTED)
     if cu_seqlens.device not in (x.device, torch.device("cpu")):
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, expected cpu or {x.device}")
     if can_look_at_values(cu_seqlens):
-        _check_values(cu_seqlens, batch, tokens)
+        check_offsets("cu_seqlens", cu_seqlens, batch * tokens)
+        _check_rows(cu_seqlens, batch, tokens)
     return Packing(cu_seqlens, batch=batch, tokens=tokens, device=x.device)
 
 
-def _check_values(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+def check_offsets_type(name: str, offsets: Any, expected: str) -> None:
+    """Raise ValueError unless this is a tensor of offsets.
+
+    >>> check_offsets_type("cu_seqlens", torch.ones(2), EXPECTED)
+    Traceback (most recent call last):
+    ValueError: cu_seqlens has dtype torch.float32, expected torch.int32
+    """
+    if not isinstance(offsets, Tensor):
+        raise ValueError(f"{name} is {named_type(offsets)}, expected a tensor: {expected}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} has dtype {offsets.dtype}, expected torch.int32")
+    if offsets.ndim != 1 or not len(offsets):
+        raise ValueError(f"{name} has shape {tuple(offsets.shape)}, expected {expected}")
+
+
+def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
+    """Raise ValueError unless offsets run from 0 to the number of tokens, in order."""
+    first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
-        raise ValueError(f"cu_seqlens begins with {first}, expected 0")
-    if last != batch * tokens:
-        raise ValueError(
-            f"cu_seqlens ends at {last}, expected {batch * tokens}, the number of tokens"
-        )
-    decreases = cu_seqlens.diff() < 0
+        raise ValueError(f"{name} begins with {first}, expected 0")
+    if last != tokens:
+        raise ValueError(f"{name} ends at {last}, expected {tokens}, the number of tokens")
+    decreases = offsets.diff() < 0
     if decreases.any():
         i = int(decreases.nonzero()[0])
-        pair = f"{int(cu_seqlens[i])} to {int(cu_seqlens[i + 1])}"
-        raise ValueError(f"cu_seqlens decreases from {pair}, expected offsets in order")
+        pair = f"{int(offsets[i])} to {int(offsets[i + 1])}"
+        raise ValueError(f"{name} decreases from {pair}, expected offsets in order")
+
+
+def _check_rows(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     rows = torch.arange(0, batch * tokens, tokens, dtype=cu_seqlens.dtype)
     crossed = ~torch.isin(rows, cu_seqlens)
     if crossed.any():

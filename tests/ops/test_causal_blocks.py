@@ -131,6 +131,101 @@ def test_every_form_matches_the_reference(name, block, form, has_state, keeps):
     assert_same(got, want)
 
 
+UNEVEN = {  # offsets of blocks of several sizes
+    "prefix": [0, 6, *range(7, T + 1)],
+    "some": [0, 1, 5, 5, 9, T],
+    "one": [0, T],
+}
+
+
+@pairwise({"name": CASES, "blocks": UNEVEN, "form": range(3), "has_state, keeps": [(0, 0), (1, 1)]})
+def test_uneven_blocks_match_the_reference(name, blocks, form, has_state, keeps):
+    op, reference, forms, tokens, state = calls(name)
+    offsets = torch.tensor(UNEVEN[blocks], dtype=torch.int32)
+    options = {"causal_block": offsets, "keep": torch.rand(B, T) < 0.6 if keeps else None}
+    state = {"state": state} if has_state else {}
+    chosen = "auto" if forms[form] == "one_scan" else forms[form]
+    want = gradients(reference, tokens, state, **options)
+    got = gradients(op, tokens, state, form=chosen, chunk_size=4, **options)
+    assert_same(got, want)
+
+
+@over_cases
+def test_equal_offsets_are_blocks_of_one_size(name):
+    op, _, _, tokens, state = calls(name)
+    offsets = torch.tensor([0, 4, 8, T])
+    (want, last), (got, after) = (
+        op(**tokens, state=state, causal_block=blocks) for blocks in (4, offsets)
+    )
+    assert_same([got, *after], [want, *last])
+
+
+@over_ops
+def test_a_prefix_is_read_in_both_directions_and_the_rest_is_causal(name):
+    op, _, _, tokens, _ = calls(name)
+    prefix = 6
+    call = partial(op, causal_block=torch.tensor([0, prefix, *range(prefix + 1, T + 1)]))
+    part = {key: x[:prefix] if key == "angles" else x[:, :prefix] for key, x in tokens.items()}
+    want, _ = op(**part)  # bidirectional
+    assert_same([call(**tokens)[0][:, :prefix]], [want])
+    later = {key: x.clone() for key, x in tokens.items()}
+    later["v"][:, -1] += 1  # the last token changes only its own output
+    before, after = call(**tokens)[0], call(**later)[0]
+    assert_same([after[:, :-1]], [before[:, :-1]])
+    assert not torch.allclose(after[:, -1], before[:, -1])
+
+
+@over_ops
+def test_errors_about_offsets_of_blocks(name):
+    op, _, _, tokens, _ = calls(name)
+    call = partial(unwrap(op.func), **tokens)
+    for offsets, message in (
+        ([1, T], "causal_block begins with 1, expected 0"),
+        ([0, T - 1], f"causal_block ends at {T - 1}, expected {T}, the number of tokens"),
+        ([0, 5, 3, T], "causal_block decreases from 5 to 3, expected offsets in order"),
+        ([[0, T]], r"causal_block has shape \(1, 2\), expected offsets \[N \+ 1\] of N blocks"),
+        ([0.0, T], "causal_block has dtype torch.float32, expected torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(causal_block=torch.tensor(offsets))
+    whole = torch.tensor([0, T])
+    with pytest.raises(ValueError, match="causal_block holds offsets with causal=True"):
+        call(causal_block=whole, causal=True)
+    with pytest.raises(ValueError, match="causal_block holds offsets with cu_seqlens"):
+        call(causal_block=whole, cu_seqlens=torch.tensor([0, T, 2 * T]))
+
+
+@pytest.mark.parametrize("name", ["additive, angles", "diagonal decay", "gated delta rule"])
+def test_ranks_compute_uneven_blocks_as_one_process(name, tmp_path):
+    op, _, _, tokens, state = calls(name)
+    offsets, fields = torch.tensor([0, 1, 4, 5, 9, T]), type(state)._fields
+
+    def call(group, **tensors):
+        given = type(state)(*(tensors.pop(field) for field in fields))
+        o, after = op(**tensors, state=given, group=group, causal_block=offsets, chunk_size=4)
+        return o, list(after)
+
+    def check(group):
+        lengths = {2: [4, T - 4], 3: [5, 0, T - 5], 4: [1, 4, T - 5, 0]}[group.size()]
+        assert_same_over_ranks(call, tokens, state._asdict(), lengths, group)
+        if "additive" in name and group.size() == len(within := [2, 2, T - 4]):
+            own = {key: tokens[key][:, : within[group.rank()]] for key in "qkv"}
+            with pytest.raises(ValueError, match="causal_block=offsets, expected whole blocks"):
+                additive_decay(**own, causal_block=offsets, group=group)
+
+    run_ranks(4, check, tmp_path)
+
+
+@pytest.mark.compile
+@over_ops
+def test_uneven_blocks_compile(name):
+    torch.compiler.reset()
+    op, _, _, tokens, _ = calls(name)
+    call = partial(op, causal_block=torch.tensor([0, 6, 7, T]))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(**tokens)[0]], [call(**tokens)[0]])
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_decay_is_a_mask_of_both_directions_inside_blocks_and_one_between_them(block):
     q, k, v, log_decay = decay_inputs(B, T, H)[0].values()

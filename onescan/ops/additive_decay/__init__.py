@@ -17,7 +17,7 @@ from onescan.ops.additive_decay import tiled
 from onescan.ops.additive_decay.op import AdditiveDecay, Inputs, Options
 from onescan.ops.additive_decay.state import AdditiveDecayState, merge_states
 from onescan.ops.backend import Backend
-from onescan.ops.blocks import check_whole_blocks
+from onescan.ops.blocks import Blocks, check_whole_blocks
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.layout import layout_of
 from onescan.ops.lrpe import RotaryPositions, rotary_tables
@@ -49,7 +49,7 @@ def additive_decay(
     angles: Angles | RotaryPositions | None = None,
     feature_map: FeatureMapName = "identity",
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: AdditiveDecayState | None = None,
@@ -77,10 +77,11 @@ def additive_decay(
         feature_map: Feature map to apply to the queries, SiLU in the paper; "identity" if it has
             already been applied.
         causal: Whether each token reads only itself and earlier tokens.
-        causal_block: Tokens per block of a blockwise causal call: each token reads its own block
-            and all earlier blocks, and the softmax is over these tokens. The last block may be
-            shorter. Masked tokens count as positions of a block. A call with a state begins a new
-            block. None for a single block.
+        causal_block: Tokens per block of a blockwise causal call, or the offsets of blocks of
+            several sizes, int32, [N + 1], from 0 to T: each token reads its own block and all
+            earlier blocks, and the softmax is over these tokens. The last block may be shorter.
+            Masked tokens count as positions of a block. A call with a state begins a new block.
+            Offsets do not support cu_seqlens. None for a single block.
         keep: True for real tokens, [B, T], the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and do not change the output of real ones.
             None keeps all tokens.
@@ -95,7 +96,8 @@ def additive_decay(
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
-            "full" run the causal forms on 2T tokens, without a state per block. "auto" chooses the
+            "full" run the causal forms on 2T tokens, without a state per block, and are the only
+            ones for offsets. "auto" chooses the
             fastest.
         backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
             "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels

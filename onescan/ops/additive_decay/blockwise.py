@@ -61,39 +61,65 @@ def _block_length(inputs: AdditiveInputs) -> int:
 
 
 def in_causal_form(run: Forward) -> Forward:
-    """Return a causal form as a form for blocks; see `_in_causal_form`."""
+    """Return a form for blocks that runs a causal form on 2T tokens.
+
+    Each block is followed by its queries: the first copy of each block provides keys and values,
+    and its outputs are dropped. The second copy provides queries, and its key logits are -inf.
+    """
     return partial(_in_causal_form, run)
 
 
 def _in_causal_form(run: Forward, inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
-    """Run a causal form on a sequence in which each block is followed by its queries.
-
-    Of the resulting 2T tokens, the first copy of each block provides keys and values, and its
-    outputs are dropped. The second copy provides queries, and its key logits are -inf.
-    """
+    if inputs.bounds is not None:
+        return _uneven(run, inputs, *inputs.bounds)
     tokens, size = inputs.k.shape[1], _block_length(inputs)
     if size == 1:
         return run(inputs)
     count = number_of_chunks(tokens, size)
 
     def twice(x: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
-        """Split the token axis into blocks and repeat each block: [..., N, 2, C, ...]."""
+        """Split the token axis into blocks and repeat each block: [..., 2 N C, ...]."""
         x = F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, count * size - tokens), value=fill)
         x = x.unflatten(dim, (count, 1, size))
-        return torch.cat([x, x], dim=dim + 1)
+        return torch.cat([x, x], dim=dim + 1).flatten(dim, dim + 2)
 
-    q, k, v, angles, _, keep, *_ = inputs
-    is_query = torch.tensor([False, True], device=k.device).view(2, 1, 1, 1)
-    k = twice(k, fill=-torch.inf).masked_fill(is_query, -torch.inf)
-    o, state = run(
+    is_query = torch.arange(2 * count * size, device=inputs.k.device) % (2 * size) >= size
+    o, state = _run_twice(run, inputs, twice, is_query)
+    o = o.unflatten(1, (count, 2, size))[:, :, 1].flatten(1, 2)
+    return o.narrow(1, 0, tokens), state
+
+
+def _uneven(
+    run: Forward, inputs: AdditiveInputs, begins: Tensor, ends: Tensor
+) -> tuple[Values, AdditiveDecayState]:
+    """Do so for blocks of several sizes, given where the block of each token begins and ends."""
+    place = torch.arange(len(begins), device=begins.device)
+    as_key, as_query = place + begins, place + ends
+    source = place.new_empty(2 * len(place))
+    source[as_key], source[as_query] = place, place
+    is_query = torch.zeros_like(source, dtype=torch.bool)
+    is_query[as_query] = True
+
+    def twice(x: Tensor, dim: int = 1, fill: float = 0.0) -> Tensor:
+        return x.index_select(dim, source)
+
+    o, state = _run_twice(run, inputs, twice, is_query)
+    return o.index_select(1, as_query), state
+
+
+def _run_twice(
+    run: Forward, inputs: AdditiveInputs, twice: Callable[..., Tensor], is_query: Tensor
+) -> tuple[Values, AdditiveDecayState]:
+    """Run a causal form on the two copies of each block, given which tokens are queries."""
+    angles, keep = inputs.angles, inputs.keep
+    k = twice(inputs.k, fill=-torch.inf).masked_fill(is_query[:, None, None], -torch.inf)
+    return run(
         inputs._replace(
-            q=twice(q).flatten(1, 3),
-            k=k.flatten(1, 3),
-            v=twice(v).flatten(1, 3),
-            angles=None if angles is None else twice(angles, dim=0).flatten(0, 2),
-            keep=None if keep is None else twice(keep).flatten(1, 3),
+            q=twice(inputs.q),
+            k=k,
+            v=twice(inputs.v),
+            angles=None if angles is None else twice(angles, dim=0),
+            keep=None if keep is None else twice(keep),
             table=None,
         )
     )
-    o = o.unflatten(1, (count, 2, size))[:, :, 1].flatten(1, 2)
-    return o.narrow(1, 0, tokens), state

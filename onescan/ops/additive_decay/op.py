@@ -98,8 +98,8 @@ def _form_inputs(call: Call) -> AdditiveInputs:
     q, k, v, angles, table = call.inputs
     (state,), layout = call.enters, call.layout
     return AdditiveInputs(
-        q, k, v, angles, state, layout.keep, call.options.chunk_size, layout.causal_block,
-        layout.packing, layout.ranks, table,
+        q, k, v, angles, state, layout.keep, call.options.chunk_size, layout.block_size,
+        layout.bounds, layout.packing, layout.ranks, table,
     )  # fmt: skip
 
 
@@ -130,6 +130,16 @@ def _steps_in_triton(call: Call) -> tuple[Values, States]:
     return o, (state,)
 
 
+def _in_causal_forms(direction: str) -> dict[Key, Implementation]:
+    """Return the implementations that compute blocks in a causal form on 2T tokens."""
+    found = {
+        ("chunk", "torch"): _in_torch(blockwise.in_causal_form(tiled_causal.forward)),
+        ("chunk", "triton"): _in_triton(blockwise.in_causal_form(_kernels("chunk"))),
+        ("full", "torch"): _in_torch(blockwise.in_causal_form(forms.causal_full)),
+    }
+    return {Key(direction, *key): Implementation(run, packed=False) for key, run in found.items()}
+
+
 class AdditiveDecay(Recurrence):
     """S' = diag(f) S + R(exp(k) / s) v^T, with s' = s + exp(k) and f = s / s'."""
 
@@ -143,15 +153,8 @@ class AdditiveDecay(Recurrence):
             _in_torch(forms.full), over_ranks=False, packed=False
         ),
         Key("blocks", "one_scan", "torch"): Implementation(_in_torch(blockwise.one_scan)),
-        Key("blocks", "chunk", "torch"): Implementation(
-            _in_torch(blockwise.in_causal_form(tiled_causal.forward)), packed=False
-        ),
-        Key("blocks", "chunk", "triton"): Implementation(
-            _in_triton(blockwise.in_causal_form(_kernels("chunk"))), packed=False
-        ),
-        Key("blocks", "full", "torch"): Implementation(
-            _in_torch(blockwise.in_causal_form(forms.causal_full)), packed=False
-        ),
+        **_in_causal_forms("blocks"),
+        **_in_causal_forms("uneven"),
         Key("causal", "chunk", "torch"): Implementation(_in_torch(tiled_causal.forward)),
         Key("causal", "chunk", "triton"): Implementation(
             _in_triton(_kernels("chunk")), packed_over_ranks=False
@@ -164,8 +167,10 @@ class AdditiveDecay(Recurrence):
     }
 
     def direction(self, layout: Layout) -> str:
-        """Return "blocks" for blockwise causal calls, which have forms of their own."""
-        return "blocks" if layout.causal_block is not None else super().direction(layout)
+        """Return "blocks" or "uneven", for offsets, if there are blocks, with their own forms."""
+        if layout.causal_block is None:
+            return super().direction(layout)
+        return "blocks" if layout.bounds is None else "uneven"
 
     def incoming(self, state: Any, layout: Layout) -> States:
         if state is not None:
@@ -213,9 +218,11 @@ class AdditiveDecay(Recurrence):
             return "recurrent" if takes_steps else "chunk"
         if layout.causal_block is None or layout.packing is not None:
             return "one_scan"
+        if layout.block_size is None:
+            return "chunk"
         # on a CPU, a state per block is faster unless states are large
         widths = k.shape[-1], v.shape[-1]
-        is_small = widths[0] * widths[1] <= 2 * layout.causal_block * sum(widths)
+        is_small = widths[0] * widths[1] <= 2 * layout.block_size * sum(widths)
         return "one_scan" if is_small else "chunk"
 
     def why_no_kernel(self, call: Call, form: str) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onescan.ops.additive_decay.state import AdditiveDecayState
+from onescan.ops.blocks import Blocks, block_ranges
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
@@ -28,7 +29,7 @@ def forward(
     *,
     angles: Angles | None = None,
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     keep: Keep | None = None,
     state: AdditiveDecayState | None = None,
 ) -> tuple[Values, AdditiveDecayState]:
@@ -45,12 +46,11 @@ def forward(
         z, kv = _step(z, kv, k[:, t], v[:, t], None if angles is None else angles[t], seen)
         states.append(kv)
     outputs = []
-    for t in range(tokens):
-        rotated = _rotate(q[:, t], None if angles is None else angles[t])
-        size = 1 if causal else causal_block or tokens
-        end = min(t - t % size + size, tokens)
-        o = states[end - 1].mT @ rotated.unsqueeze(-1)
-        outputs.append(o.squeeze(-1) if keep is None else o.squeeze(-1) * keep[:, t, None, None])
+    for block in block_ranges(1 if causal else causal_block, tokens):
+        for t in block:
+            rotated = _rotate(q[:, t], None if angles is None else angles[t])
+            o = (states[block[-1]].mT @ rotated.unsqueeze(-1)).squeeze(-1)
+            outputs.append(o if keep is None else o * keep[:, t, None, None])
     return torch.stack(outputs, dim=1), AdditiveDecayState(z, kv)
 
 

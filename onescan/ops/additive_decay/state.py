@@ -35,7 +35,8 @@ class AdditiveDecayState(NamedTuple):
 class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
-    Forms in plain torch receive them in one dtype, with `keep` already applied to k and v. Only
+    Blocks are of one size, or have `bounds`, the begin and end of the block of each token. Forms in
+    plain torch receive them in one dtype, with `keep` already applied to k and v. Only
     bidirectional calls read `ranks`; others receive the state of earlier ranks, and the `table` of
     cosines and sines, [T, H, 2, K], if it was computed for that state.
     """
@@ -48,6 +49,7 @@ class AdditiveInputs(NamedTuple):
     keep: Keep | None
     chunk_size: int
     causal_block: int | None = None
+    bounds: tuple[Tensor, Tensor] | None = None
     packing: Packing | None = None
     ranks: SequenceGroup | None = None
     table: Tensor | None = None

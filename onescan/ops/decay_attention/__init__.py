@@ -16,6 +16,7 @@ from torch import Tensor
 from onescan.checks import check_choice, check_no_nan
 from onescan.ops import recurrence
 from onescan.ops.backend import Backend
+from onescan.ops.blocks import Blocks
 from onescan.ops.decay_attention.forms import row_divisor
 from onescan.ops.decay_attention.op import (
     DecayAt,
@@ -58,7 +59,7 @@ def decay_attention(
     *,
     feature_map: FeatureMapName = "identity",
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     decay_at: DecayAt = "auto",
     normalize: Normalize = "none",
     keep: Keep | None = None,
@@ -89,12 +90,13 @@ def decay_attention(
         feature_map: Feature map to apply to queries and keys; "identity" if it has already been
             applied.
         causal: Whether each token reads only itself and earlier tokens.
-        causal_block: Tokens per block of a blockwise causal call: each token reads its own block in
-            both directions, and all earlier blocks as in a causal call. The last block may be
-            shorter. Masked tokens count as positions of a block. Other options are as in
-            bidirectional calls, for example decay_at="auto", except that there is only a forward
-            state, as in causal calls. A call with a state begins a new block. None for a single
-            block.
+        causal_block: Tokens per block of a blockwise causal call, or the offsets of blocks of
+            several sizes, int32, [N + 1], from 0 to T: each token reads its own block in both
+            directions, and all earlier blocks as in a causal call. The last block may be shorter.
+            Masked tokens count as positions of a block. Other options are as in bidirectional
+            calls, for example decay_at="auto", except that there is only a forward state, as in
+            causal calls. A call with a state begins a new block. Offsets do not support cu_seqlens.
+            None for a single block.
         decay_at: Which of two neighboring tokens provides the decay between them: "source", the
             first one visited (Eq. 14), "target", the second one (Eq. 5, Theorem B.1), or, in
             bidirectional calls, "symmetric", the later one in both directions, which gives the

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import unpack_states
+from onescan.ops.blocks import Blocks, block_ranges
 from onescan.ops.decay_attention import DecayState, DecayStates
 from onescan.ops.numerics import MIN_DIVISOR
 from onescan.shapes import Keep, Keys, Queries, Values
@@ -30,7 +31,7 @@ def forward(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     decay_at: str,
     normalize: str = "none",
     keep: Keep | None = None,
@@ -46,10 +47,10 @@ def forward(
     first, second = ("target", "source") if decay_at == "symmetric" else (decay_at, decay_at)
     o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, first, whole=causal)
     if not causal:
-        size, parts = causal_block or tokens, []
-        for start in range(0, tokens, size):
-            block = reversed(range(start, min(start + size, tokens)))
-            parts.append(_visit(block, q, k, v, decay, seen, right, second, whole=False))
+        parts = [
+            _visit(reversed(block), q, k, v, decay, seen, right, second, whole=False)
+            for block in block_ranges(causal_block, tokens)
+        ]
         outputs, sums, states = zip(*parts, strict=True)
         o, c, right = o + torch.cat(outputs, dim=1), c + torch.cat(sums, dim=1), states[0]
     if normalize == "sum":

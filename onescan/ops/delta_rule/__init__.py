@@ -17,6 +17,7 @@ from torch import Tensor
 from onescan.checks import check_no_nan
 from onescan.ops import recurrence
 from onescan.ops.backend import Backend
+from onescan.ops.blocks import Blocks
 from onescan.ops.delta_rule.forms import Inputs
 from onescan.ops.delta_rule.op import DeltaRule, DeltaState, DeltaStates, Options
 from onescan.ops.layout import layout_of
@@ -42,7 +43,7 @@ def delta_rule(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: DeltaState | Sides | None = None,
@@ -86,11 +87,12 @@ def delta_rule(
             decay per head, ``[B, T, H, K]`` for one per key channel. Applied once per token,
             before its first update. None for no decay.
         causal: Whether a token attends only to itself and to those before it.
-        causal_block: Tokens per block of a blockwise causal call: each token attends to its own
-            block in both directions, and to all earlier blocks. The backward recurrence starts from
-            an empty state at the end of each block. The last block may be shorter. Masked tokens
-            count as positions of a block. As in causal calls, there is only a forward state. A call
-            with a state begins a new block. None for a single block.
+        causal_block: Tokens per block of a blockwise causal call, or the offsets of blocks of
+            several sizes, int32, ``[N + 1]``, from 0 to T: each token attends to its own block in
+            both directions, and to all earlier blocks. The backward recurrence starts from an empty
+            state at the end of each block. The last block may be shorter. Masked tokens count as
+            positions of a block. As in causal calls, there is only a forward state. A call with a
+            state begins a new block. Offsets do not support cu_seqlens. None for a single block.
         keep: ``[B, T]``, True for real tokens, the opposite of ``key_padding_mask`` in PyTorch and
             `onescan.nn`. Other tokens have zero output and neither update nor decay the state.
             None keeps all.

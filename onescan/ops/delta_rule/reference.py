@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import unpack_states
+from onescan.ops.blocks import Blocks, block_ranges
 from onescan.ops.delta_rule import DeltaState, DeltaStates, Sides
 from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues, Values
 
@@ -32,7 +33,7 @@ def forward(
     log_decay: Tensor | None = None,
     *,
     causal: bool = False,
-    causal_block: int | None = None,
+    causal_block: Blocks | None = None,
     keep: Keep | None = None,
     state: DeltaState | Sides | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates]:
@@ -51,8 +52,7 @@ def forward(
     o, last = _visit(tokens, q, k, v, beta, decay, left)
     first = None
     if not causal:
-        size = causal_block or len(tokens)
-        blocks = [tokens[start : start + size] for start in tokens[::size]]
+        blocks = block_ranges(causal_block, len(tokens))
         parts = [_visit(block[::-1], q, k, v, beta, decay, right) for block in blocks]
         from_right, first = torch.cat([part for part, _ in parts], dim=1), parts[0][1]
         empty = q.new_zeros(last.kv.shape)
