@@ -224,7 +224,12 @@ def run(
 def write(
     op: Recurrence, inputs: Any, layout: Layout, state: Any, options: Any, *, form: str
 ) -> Any:
-    """Return the state after tokens that nobody reads, as a causal call of a form returns it."""
+    """Return the state after tokens that nobody reads, as a causal call of a form returns it.
+
+    The caller has no queries: `inputs.q` is another tensor of the same shape.
+    """
+    given = {name: x for name, x in inputs._asdict().items() if name != "q"}
+    check_devices(**{name: x for name, x in given.items() if isinstance(x, Tensor)})
     enters = op.incoming(state, layout)
     carried = named_state_tensors(enters, causal=True)
     call = Call(inputs, layout, enters, options, returns_state=True, carried=carried)
@@ -232,7 +237,8 @@ def write(
     with disable_autocast(inputs.q):
         made = call._replace(inputs=op.prepared(call, Key("causal", form, "torch")))
         written = op.written(made)
-    check_no_nan(*written, **op.blamed(inputs), **carried)
+    blamed = {name: x for name, x in op.blamed(inputs).items() if name != "q"}
+    check_no_nan(*written, **blamed, **carried)
     return written
 
 

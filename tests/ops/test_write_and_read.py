@@ -136,6 +136,8 @@ def test_errors_name_the_argument(name):
         (partial(write, 1, v, *others), "k is an int"),
         (partial(write, k, v[:, :3], *others), "v has shape"),
         (partial(write, k, v * torch.nan, *others), "v holds 210 NaN"),
+        (partial(write, k * torch.nan, v, *others), "k holds 168 NaN"),
+        (partial(write, k, v.to("meta"), *others), "v is on meta and k on cpu"),
         (partial(write, k, v, *others, keep=torch.ones(B, T)), "keep has dtype"),
         (partial(write, k, v, *others, state=1), "state is an int"),
     ):
