@@ -213,6 +213,16 @@ def is_plain(tensor: Tensor) -> bool:
     return not is_wrapped and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
+def holds_nan(*tensors: Tensor) -> bool:
+    """Return whether the sum of a tensor is NaN; False if values cannot be read.
+
+    >>> holds_nan(torch.ones(2), torch.tensor([1.0, torch.nan]))
+    True
+    """
+    readable = all(can_look_at_values(x) for x in tensors)
+    return readable and any(math.isnan(x.detach().sum().item()) for x in tensors)
+
+
 def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
     """Raise an error that names the argument with NaN or infinity, if a result contains NaN.
 
@@ -222,9 +232,7 @@ def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
     Raises:
         ValueError: If a result contains NaN, and an argument contains NaN or infinity.
     """
-    if not all(can_look_at_values(x) for x in results):
-        return
-    if not any(math.isnan(x.detach().sum().item()) for x in results):
+    if not holds_nan(*results):
         return
     for what, holds in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         for name, tensor in arguments.items():

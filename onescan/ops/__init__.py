@@ -4,7 +4,7 @@ Queries and keys have the layout ``[B, T, H, K]`` and values ``[B, T, H, V]``, a
 PyTorch's ``scaled_dot_product_attention`` takes ``[B, H, T, K]`` instead.
 
 Each function has a subpackage or module of its name, which is imported by its full name:
-``from onescan.ops.additive_decay import choose``.
+``from onescan.ops.additive_decay import read, write``.
 """
 
 from onescan.ops.additive_decay import AdditiveDecayState, additive_decay, merge_states

@@ -64,7 +64,8 @@ class Layout(NamedTuple):
     @property
     def block_size(self) -> int | None:
         """Tokens per block, if all blocks have the same number."""
-        return self.causal_block if isinstance(self.causal_block, int) else None
+        block = self.causal_block
+        return None if isinstance(block, Tensor) else block  # a SymInt during export
 
     @property
     def continues(self) -> bool:

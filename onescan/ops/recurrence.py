@@ -1,7 +1,7 @@
 """Run the ops whose state obeys a linear recurrence, S' = P S + U.
 
-Because the recurrence is linear, every option that such ops share is a change of its inputs, and is
-written once, in `run`:
+Because the recurrence is linear, every option that such ops share is a change of its inputs, which
+`run` makes in the same order for all of them:
 
     a masked token                        a neutral update, P = 1 and U = 0
     a packed sequence, a block            a restart, P = 0
@@ -25,6 +25,7 @@ from onescan.checks import (
     check_floating,
     check_no_nan,
     check_shapes,
+    holds_nan,
     named_state_tensors,
     unpack_states,
 )
@@ -32,7 +33,7 @@ from onescan.kernels.chips import WIDEST_HEAD
 from onescan.messages import named_type
 from onescan.ops.backend import resolved_backend, wants_gradient
 from onescan.ops.layout import Layout
-from onescan.ops.numerics import disable_autocast
+from onescan.ops.numerics import disable_autocast, zero_masked
 from onescan.shapes import Values
 
 States = tuple[Any, ...]  # of each direction, forward first; None is the empty state
@@ -59,11 +60,16 @@ class Call(NamedTuple):
     carried: dict[str, Tensor]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the inputs and the incoming states."""
+        nested = (x if isinstance(x, tuple) else (x,) for x in self.inputs)
+        given = (x for x in chain.from_iterable(nested) if isinstance(x, Tensor))
+        return [*given, *self.carried.values()]
+
+    @property
     def is_learning(self) -> bool:
         """Whether gradients are needed."""
-        nested = (x if isinstance(x, tuple) else (x,) for x in self.inputs)
-        tensors = (x for x in chain.from_iterable(nested) if isinstance(x, Tensor))
-        return wants_gradient(*tensors, *self.carried.values())
+        return wants_gradient(*self.tensors)
 
 
 class Key(NamedTuple):
@@ -90,6 +96,7 @@ class Implementation(NamedTuple):
         over_ranks: Whether it supports tokens on several ranks.
         packed: Whether it supports packed sequences.
         packed_over_ranks: Whether it supports packed sequences on several ranks.
+        has_gradients: Whether it has gradients.
     """
 
     run: Callable[[Call], tuple[Values, States]]
@@ -97,6 +104,7 @@ class Implementation(NamedTuple):
     over_ranks: bool = True
     packed: bool = True
     packed_over_ranks: bool = True
+    has_gradients: bool = True
 
     def fits(self, layout: Layout) -> bool:
         """Return whether it supports packed sequences and several ranks, if there are any."""
@@ -146,7 +154,7 @@ class Recurrence(ABC):
         """Return the inputs that must hold neither NaN nor an infinity, by name."""
         return {"q": inputs.q, "k": inputs.k, "v": inputs.v}
 
-    def why_no_kernel(self, call: Call, form: str) -> str | None:
+    def why_no_kernel(self, call: Call) -> str | None:
         """Return why kernels do not run a call, "with ..., expected ...", or None if they do."""
         return None
 
@@ -213,7 +221,13 @@ def run(
             enters, whole = op.carried(made)
             made = made._replace(enters=enters, returns_state=False)
         o, leaves = implementation.run(made)
-    check_no_nan(o, *carried.values(), **op.blamed(inputs), **carried)
+    if holds_nan(o, *carried.values()):
+        blamed = op.blamed(inputs)
+        if layout.keep is not None:  # masked tokens may hold anything
+            of_tokens = {n: x for n, x in blamed.items() if x is not None and n != "angles"}
+            masked = zero_masked(layout.keep, *of_tokens.values())
+            blamed |= dict(zip(of_tokens, masked, strict=True))
+        check_no_nan(o, *carried.values(), **blamed, **carried)
     o = layout.emptied(o).to(inputs.v.dtype)
     if not returns_state:
         return o, None
@@ -275,10 +289,14 @@ def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:
         if key.direction == direction and implementation.fits(layout)
     ]
     form_on = partial(op.form_of, call, form)
-    obstacle = op.why_no_kernel(call, form_on("triton"))
-    has_kernel = obstacle is None and Key(direction, form_on("triton"), "triton") in known
+    kernel, obstacle = Key(direction, form_on("triton"), "triton"), op.why_no_kernel(call)
+    if kernel in known and not op.implementations[kernel].has_gradients and call.is_learning:
+        obstacle = f"with form {kernel.form!r}, which has no gradients, expected form 'chunk'"
     tensors = call.inputs.q, call.inputs.k, call.inputs.v
-    runs_on = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
+    runs_on = resolved_backend(
+        backend, kernel in known and obstacle is None, *tensors, widest=op.widest_head(call),
+        others=call.tensors,
+    )  # fmt: skip
     chosen = form_on(runs_on)
     limits = ", ".join(layout.limits)
     check_choice(f"form ({limits})", chosen, ["auto", *dict.fromkeys(key.form for key in known)])

@@ -367,7 +367,7 @@ def test_a_state_alone_has_a_gradient():
         ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
         ({"form": "recurrent", "causal": False}, "'recurrent/triton' is unknown.*chunk/triton"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
-        ({"form": "recurrent", "learns": True}, "no gradient in Triton, expected form 'chunk'"),
+        ({"form": "recurrent", "learns": True}, "which has no gradients, expected form 'chunk'"),
     ],
 )
 def test_unsupported_calls_are_refused(change, message):
@@ -549,3 +549,19 @@ def test_packed_sequences(causal, decay, dtype):
 
     for x, y in zip(found(packed, dtype), found(separate, torch.float64), strict=True):
         assert (x - y).abs().max() <= TOLERANCES[dtype] * y.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_torch_func_over_a_decay_is_left_to_torch_or_refused(tokens):
+    named = narrowed(inputs(tokens, causal=True), SINGLE)
+    log_decay = named.pop("log_decay")
+
+    def loss(log_decay, backend="auto"):
+        o, _ = decay_attention(**named, log_decay=log_decay, causal=True, backend=backend)
+        return o.sum()
+
+    want = torch.func.grad(loss)(log_decay)
+    with use_backend("triton"):
+        torch.testing.assert_close(torch.func.grad(loss)(log_decay), want)
+    with pytest.raises(ValueError, match="kernels support neither torch.func nor forward-mode"):
+        torch.func.grad(lambda x: loss(x, "triton"))(log_decay)

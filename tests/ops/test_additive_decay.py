@@ -50,7 +50,7 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiled_causal, "TILE", 1)
         return "chunk"
     if request.param == "halving":
-        monkeypatch.setattr(tiled_causal, "is_transformed", lambda *tensors: True)
+        monkeypatch.setattr(tiled_causal, "needs_plain_functions", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
         monkeypatch.setattr(tiled, "LEAST", 0)
@@ -734,3 +734,22 @@ def test_vmap(causal):
     got, _ = torch.func.vmap(partial(additive_decay, causal=causal))(q, k, v)
     want = [additive_decay(*one, causal=causal)[0] for one in zip(q, k, v, strict=True)]
     torch.testing.assert_close(got, torch.stack(want))
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal_block": 3}])
+@pytest.mark.parametrize("offsets", [None, [0]])
+def test_no_samples_have_gradients(options, offsets):
+    tensors = [torch.randn(0, 8, H, K, requires_grad=True) for _ in range(3)]
+    packed = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
+    o, _ = additive_decay(*tensors, **options, **packed)
+    assert [g.shape for g in torch.autograd.grad(o.sum(), tensors)] == [(0, 8, H, K)] * 3
+
+
+@pytest.mark.parametrize(("causal", "tokens"), [(True, 9), (False, 4096)])
+def test_vmap_over_another_tensor(causal, tokens):
+    q, k, v = (torch.randn(1, tokens, 6, 64, requires_grad=True) for _ in range(3))
+    o, _ = additive_decay(q, k, v, causal=causal)
+    got = torch.vmap(lambda y: (additive_decay(q, k, v, causal=causal)[0] * y).mean())(
+        torch.tensor([1.0, 2.0])
+    )
+    torch.testing.assert_close(got, torch.stack([o.mean(), 2 * o.mean()]))

@@ -1056,3 +1056,11 @@ def test_vmap(causal, form, names):
     stacked = [tree_map(lambda *x: torch.stack(x), *column) for column in columns]
     want = [call(*changed) for changed in zip(*columns, strict=True)]
     assert_same(torch.func.vmap(call)(*stacked), want)
+
+
+def test_states_without_decay_have_memory_of_their_own():
+    q, k, v = torch.rand(3, B, 4, H, K)
+    _, states = decay_attention(q, k, v)
+    backward = states.backward.kv.clone()
+    states.forward.kv.zero_()
+    assert torch.equal(states.backward.kv, backward)

@@ -178,7 +178,7 @@ def write(
     >>> read(torch.ones(1, 2, 1, 1), write(k, v)).flatten().tolist()
     [6.0, 6.0]
     """
-    layout = layout_of(k, name="k", causal=True, keep=keep, state=state)
+    layout = layout_of(k, name="k", causal=True, keep=keep)
     if layout.ranks is not None:
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(k.shape[1], layout.ranks)

@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from onescan.checks import is_plain
 from onescan.ops.additive_decay import tiled
 from onescan.ops.additive_decay.ranks import merged_over_ranks, merged_sequences
 from onescan.ops.additive_decay.state import (
@@ -266,11 +264,6 @@ def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Ten
     return F.pad(x, (0, 0, 0, (1 << (size - 1).bit_length()) - size), value=fill).contiguous()
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether torch.func or forward-mode derivatives are applied to these tensors."""
-    return forward_ad._current_level >= 0 or not all(is_plain(x) for x in tensors if x is not None)
-
-
 def _scan_sequences(
     q: Queries,
     k: Keys,
@@ -314,7 +307,7 @@ def _scan_sequences(
         sequence = torch.where(chunks.sequence == first, of_head, index).flatten()
 
     o = torch.einsum("nchf,nhfv->nchv", rotate(q, cos, sin), kv.index_select(0, sequence))
-    o = chunks.to_tokens(o.unflatten(0, (packing.batch, -1)).flatten(1, 2))
+    o = chunks.to_tokens(o.unflatten(0, chunks.sequence.shape).flatten(1, 2))
     return o, states
 
 

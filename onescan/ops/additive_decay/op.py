@@ -163,7 +163,9 @@ class AdditiveDecay(Recurrence):
         Key("causal", "recurrent", "torch"): Implementation(
             _in_torch(forms.recurrent), packed=False
         ),
-        Key("causal", "recurrent", "triton"): Implementation(_steps_in_triton, packed=False),
+        Key("causal", "recurrent", "triton"): Implementation(
+            _steps_in_triton, packed=False, has_gradients=False
+        ),
     }
 
     def direction(self, layout: Layout) -> str:
@@ -224,11 +226,6 @@ class AdditiveDecay(Recurrence):
         widths = k.shape[-1], v.shape[-1]
         is_small = widths[0] * widths[1] <= 2 * layout.block_size * sum(widths)
         return "one_scan" if is_small else "chunk"
-
-    def why_no_kernel(self, call: Call, form: str) -> str | None:
-        if form == "recurrent" and call.is_learning:
-            return "with form 'recurrent', which has no gradients, expected form 'chunk'"
-        return None
 
     def widest_head(self, call: Call) -> int:
         q, k, v = call.inputs[:3]

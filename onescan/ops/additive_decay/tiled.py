@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from onescan.checks import can_look_at_values
 from onescan.ops.additive_decay import state as plain
 from onescan.ops.additive_decay.state import per_feature, per_key
 from onescan.ops.backend import wants_gradient
+from onescan.ops.chunks import needs_plain_functions
 from onescan.ops.numerics import LOG_ZERO, differentiable_gradients
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
@@ -64,8 +64,9 @@ def _run(
     numbers, of_sample = given[0].numel(), given[0][:1].numel()
     most = MOST_LEARNING if wants_gradient(*given) else MOST
     is_small = of_sample < LEAST or (numbers < most and of_sample < LARGE and not is_lean)
-    is_eager = forward_ad._current_level < 0 and all(can_look_at_values(x) for x in given)
-    return function(*inputs) if is_small or not is_eager else in_tiles.apply(*inputs)
+    if is_small or needs_plain_functions(*given) or not can_look_at_values(given[0]):
+        return function(*inputs)
+    return in_tiles.apply(*inputs)
 
 
 class _Read(torch.autograd.Function):

@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onescan.checks import is_known
 from onescan.ops.additive_decay.forms import (
     chunked_inputs,
     halve_chunks,
-    is_transformed,
     recursive_halving,
     sum_by_sequence,
 )
@@ -50,7 +50,7 @@ from onescan.ops.additive_decay.state import (
     per_key,
 )
 from onescan.ops.backend import wants_gradient
-from onescan.ops.chunks import linear_scan, number_of_chunks
+from onescan.ops.chunks import linear_scan, needs_plain_functions, number_of_chunks
 from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_autocast
 from onescan.shapes import Values
 
@@ -69,8 +69,12 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     if inputs.packing is not None:
         size = inputs.packing.chunk_size(size)
     blocks = min(max(size // BLOCK, 1), MOST_BLOCKS)
+    if inputs.packing is None and is_known(tokens := inputs.k.shape[1]):
+        blocks = min(blocks, -(-tokens // BLOCK))
     inputs = inputs._replace(chunk_size=blocks * BLOCK)
-    if not torch.compiler.is_compiling() and is_transformed(*inputs[:4], *(inputs.state or ())):
+    if not torch.compiler.is_compiling() and needs_plain_functions(
+        inputs.q, inputs.k, inputs.v, inputs.angles, *(inputs.state or ())
+    ):
         return recursive_halving(inputs)
     tensors, chunks = chunked_inputs(inputs)
     if wants_gradient(*tensors) and not torch.compiler.is_exporting():
@@ -304,7 +308,7 @@ def _scan_gradients(
     dk.mul_(w_block.view(in_blocks))
     dw = _rotate_back(dw_token, table).view(in_blocks).sub_(later)
     dk.addcmul_(dw, w_token.view(in_blocks))
-    dq, dk, dv = (_to_tokens(g.reshape(*v.shape[:4], -1), tokens) for g in (dq, dk, dv))
+    dq, dk, dv = (_to_tokens(g.reshape(*v.shape[:4], g.shape[-1]), tokens) for g in (dq, dk, dv))
     return dq, dk, dv, dtable, dz_in, dkv_in
 
 
@@ -416,7 +420,7 @@ def _rotate_back(x: Tensor, table: Tensor | None) -> Tensor:
 def _scaled(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Multiply [B, H, N, C, F] by two factors of blocks, [B, H, N, J, K], one after the other."""
     blocks, width = first.shape[-2:]
-    halves = x.view(*x.shape[:3], blocks, BLOCK, -1, width)
+    halves = x.view(*x.shape[:3], blocks, BLOCK, x.shape[-1] // width, width)
     return (halves * first[..., None, None, :]).mul_(second[..., None, None, :]).view_as(x)
 
 

@@ -117,6 +117,7 @@ def decay_attention(
             either of which may be None.
         form: Algorithm. "full" computes attention between all pairs of tokens, O(T^2); "chunk" is
             O(T); "recurrent" visits one token at a time. "auto" chooses the cheapest.
+            Without decay in both directions, "chunk" is one sum over all tokens.
         backend: "torch" runs on any device. "triton" requires a GPU and dtypes of at most 32 bits.
             It implements "chunk", which ignores `chunk_size` and has first derivatives only, and,
             for causal calls, "recurrent", which has no gradients and also applies the feature map.

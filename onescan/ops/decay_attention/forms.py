@@ -150,6 +150,8 @@ def one_scan(
     own = total(k, v)
     left, right = (own if side is None else own + side for side in enters)
     both = left if enters[1] is None else left + enters[1]
+    if right is left and options.return_state:
+        right = left.clone()  # a caller may change a state in place
     normalize = options.normalize
     if normalize != "max_one" and both.dtype == q.dtype:
         o = torch.einsum("bthk,bhkv->bthv", q, both)

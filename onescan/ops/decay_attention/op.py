@@ -172,7 +172,9 @@ class DecayAttention(Recurrence):
     states = DecayStates
     implementations: ClassVar = {
         **_implementations("causal"),
-        Key("causal", "recurrent", "triton"): Implementation(_in_triton("recurrent")),
+        Key("causal", "recurrent", "triton"): Implementation(
+            _in_triton("recurrent"), has_gradients=False
+        ),
         **_implementations("both"),
         Key("both", "one_scan", "torch"): Implementation(_in_torch(forms.one_scan)),
         Key("both", "one_scan", "triton"): Implementation(_in_triton("one_scan")),
@@ -216,7 +218,7 @@ class DecayAttention(Recurrence):
         """
         if not call.layout.causal and not _decays(call):
             return "one_scan" if form in ("auto", "chunk") else form
-        if form == "one_scan":
+        if form == "one_scan" and not call.layout.causal:
             raise ValueError("form is 'one_scan' with decay, expected no decay in both directions")
         if form != "auto":
             return form
@@ -228,11 +230,6 @@ class DecayAttention(Recurrence):
             )  # fmt: skip
         is_step = is_known(q.shape[1]) and q.shape[1] == 1 and directions == 1
         return "recurrent" if is_step and not call.is_learning else "chunk"
-
-    def why_no_kernel(self, call: Call, form: str) -> str | None:
-        if form == "recurrent" and call.is_learning:
-            return "with form 'recurrent', which has no gradient in Triton, expected form 'chunk'"
-        return None
 
     def prepared(self, call: Call, key: Key) -> Inputs:
         """Apply the feature map, and shift the decays to where each direction applies them.

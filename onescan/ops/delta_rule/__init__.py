@@ -171,7 +171,9 @@ def write(
     >>> read(torch.ones(1, 1, 1, 1), write(k, v, torch.ones(1, 2, 1))).item()
     4.0
     """
-    q = k[:, :, 0] if isinstance(k, Tensor) and k.ndim == UPDATES_NDIM else k  # outputs are dropped
+    q = (
+        k[:, :, :1].sum(2) if isinstance(k, Tensor) and k.ndim == UPDATES_NDIM else k
+    )  # outputs are dropped
     layout = layout_of(q, name="k", causal=True, keep=keep)
     inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
     options = Options(chunk_size)

@@ -140,7 +140,7 @@ class DeltaRule(Recurrence):
     def blamed(self, inputs: Inputs) -> dict[str, Tensor | None]:
         return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "beta": inputs.beta}
 
-    def why_no_kernel(self, call: Call, form: str) -> str | None:
+    def why_no_kernel(self, call: Call) -> str | None:
         q, k, _, _, log_decay, *_ = call.inputs
         if k.ndim > q.ndim and k.shape[2] > 1:
             return "with several updates per token, expected one"

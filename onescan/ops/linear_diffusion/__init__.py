@@ -25,6 +25,7 @@ from onescan.checks import (
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.collectives import carry_tokens, halo
+from onescan.ops.layout import layout_of
 from onescan.ops.linear_diffusion import crank_nicolson, forms
 from onescan.ops.linear_diffusion.kernel import (
     check_kernels,
@@ -43,7 +44,6 @@ from onescan.ops.parallel import (
     Group,
     SequenceGroup,
     one_token,
-    packing_over,
     refuse_group,
     sequence_group,
 )
@@ -59,7 +59,6 @@ from onescan.shapes import (
 __all__ = [
     "IMPLEMENTATIONS",
     "SOLVERS",
-    "Choice",
     "DiffusionState",
     "choose",
     "diffusion_operator",
@@ -162,11 +161,13 @@ def linear_diffusion(
     >>> linear_diffusion(x, neighbors, dt).flatten().tolist()
     [0.0, 1.0, 2.0, 1.0]
     """
-    ranks = sequence_group(group)
+    layout = layout_of(
+        x, "B T H V", name="x", keep=keep, cu_seqlens=cu_seqlens, state=state, group=group
+    )
+    ranks, packing = layout.ranks, layout.packing
     _check(x, weights, dt, scheme, keep, state, may_be_empty=ranks is not None)
     if ranks is not None:
         _refuse_ranks(ranks, scheme, form)
-    packing = packing_over(ranks, cu_seqlens, x, state=state)
     tokens, radius = x.shape[1], weights.shape[1] // 2
     rows, start = tokens, 0
     if ranks is None:
@@ -178,7 +179,7 @@ def linear_diffusion(
     if isinstance(packing, PackingShard):
         sequence = packing.sequences_around(start, rows - start - packing.tokens)
     is_local = packing is not None or ranks is not None
-    chosen = _choose(form, scheme, inputs.shape[1], radius, is_local=is_local)
+    chosen = choose(form, scheme=scheme, tokens=inputs.shape[1], radius=radius, is_local=is_local)
     if _backend(form, scheme, backend, x, weights, dt, state) == "triton":
         from onescan.ops.linear_diffusion import launch
 
@@ -202,9 +203,8 @@ def linear_diffusion(
         y = y if ranks is None else y.narrow(1, start, tokens)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
-    if can_look_at_values(y):
-        named = {} if state is None else {"state.x": state.x}
-        check_no_nan(y, wide, x=x, weights=weights, dt=dt, **named)
+    named = {} if state is None else {"state.x": state.x}
+    check_no_nan(y, wide, x=x, weights=weights, dt=dt, **named)
     return y.to(x.dtype)
 
 
@@ -278,40 +278,21 @@ def _last(before: Tensor, x: Tensor, radius: int) -> Tensor:
     return torch.cat([before[:, new:], x[:, tokens - new :]], dim=1)
 
 
-class Choice(NamedTuple):
-    """The form that a call uses.
-
-    Attributes:
-        form: A form of `linear_diffusion`, never "auto".
-        why: Reason for the choice.
-    """
-
-    form: str
-    why: str
-
-
-def choose(form: str, *, scheme: str, tokens: int, radius: int) -> Choice:
-    """Return the form that a call uses, and why.
+def choose(form: str, *, scheme: str, tokens: int, radius: int, is_local: bool = False) -> str:
+    """Return the form that a call runs.
 
     An explicit step takes the form with the fewest multiplications per token and channel.
 
+    Args:
+        form: The argument of the caller.
+        scheme: The scheme.
+        tokens: Number of tokens, including those of a state.
+        radius: Radius of the kernels.
+        is_local: Whether only forms without distant tokens fit, as for packed sequences.
+
     >>> choose("auto", scheme="explicit", tokens=196, radius=138)
-    Choice(form='dense', why='196 multiplications per token and channel, banded 414, fft 2500')
+    'dense'
     """
-    chosen = _choose(form, scheme, tokens, radius)
-    if form != "auto":
-        return Choice(chosen, "requested")
-    if scheme != "explicit":
-        size = crank_nicolson.solve_block_size(radius)
-        compared = "at most" if chosen == "dense" else "more than"
-        return Choice(chosen, f"{compared} {FEW_BLOCKS} blocks of {size} tokens")
-    costs = _costs(tokens, radius)
-    others = ", ".join(f"{name} {cost}" for name, cost in costs.items() if name != chosen)
-    return Choice(chosen, f"{costs[chosen]} multiplications per token and channel, {others}")
-
-
-def _choose(form: str, scheme: str, tokens: int, radius: int, *, is_local: bool = False) -> str:
-    """Return only the form, because formatting the reason would specialize symbolic lengths."""
     if is_local:
         check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
         check_choice("form (cu_seqlens or group)", form, ["auto", *LOCAL])

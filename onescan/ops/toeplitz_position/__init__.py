@@ -27,17 +27,14 @@ from onescan.checks import (
 )
 from onescan.messages import named_type
 from onescan.ops.backend import Backend, resolved_backend
+from onescan.ops.layout import layout_of
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Chunks, Packing
 from onescan.ops.parallel import (
     Group,
     SequenceGroup,
-    is_empty,
     is_empty_grid,
-    one_token,
-    packing_over,
     refuse_group,
-    sequence_group,
 )
 from onescan.ops.toeplitz_position import forms
 from onescan.ops.toeplitz_position.ranks import by_channels, carried, moves_less_by_channels
@@ -138,17 +135,17 @@ def toeplitz_position(
     >>> y.flatten().tolist(), state.hidden.item()
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
-    ranks, own = sequence_group(group), x
-    if empty := is_empty_grid(ranks, shape) and is_empty(ranks, x):
+    layout = layout_of(x, "B T D", name="x", cu_seqlens=cu_seqlens, state=state, group=group)
+    ranks, packing, own = layout.ranks, layout.packing, x
+    if empty := layout.is_empty and is_empty_grid(ranks, shape):
         shape = as_grid_shape((1, *shape[1:]))  # of zeros, whose outputs are dropped
-        x = one_token(x)[0].expand(-1, math.prod(shape), -1)
+        x = layout.filled(x)[0].expand(-1, math.prod(shape), -1)
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if joint and len(shape) == 1:
         joint, weight = False, weight.unsqueeze(0)
     if ranks is not None:
         _refuse_ranks(ranks, form, joint=joint)
-    packing = packing_over(ranks, cu_seqlens, own, state=state)
     if packing is not None:
         _check_packed(shape, form, return_state=return_state)
         if ranks is not None:
@@ -181,7 +178,7 @@ def toeplitz_position(
             local, ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
         )
         y = y.to(x.dtype)
-    return y[:, :0] if empty else y, _as_state(hidden, x, shape) if returns_state else None
+    return layout.emptied(y), _as_state(hidden, x, shape) if returns_state else None
 
 
 def _mix(
