@@ -171,9 +171,8 @@ def write(
     >>> read(torch.ones(1, 1, 1, 1), write(k, v, torch.ones(1, 2, 1))).item()
     4.0
     """
-    q = (
-        k[:, :, :1].sum(2) if isinstance(k, Tensor) and k.ndim == UPDATES_NDIM else k
-    )  # outputs are dropped
+    has_updates = isinstance(k, Tensor) and k.ndim == UPDATES_NDIM
+    q = k[:, :, :1].sum(2) if has_updates else k  # outputs are dropped
     layout = layout_of(q, name="k", causal=True, keep=keep)
     inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
     options = Options(chunk_size)
