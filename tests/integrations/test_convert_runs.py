@@ -137,7 +137,7 @@ def test_tokenizers_of_other_models_are_refused():
 
     small = {"width": 24, "depth": 1, "mixer.num_heads": 3, "vocab_size": 31}
     model = configs.replace(onescan.preset("lightnet_lm_45m"), small).build()
-    with pytest.raises(ValueError, match="has 258 tokens, but the model's vocabulary 31"):
+    with pytest.raises(ValueError, match="has 258 tokens, but the model's vocabulary has 31"):
         to_transformers(model, tokenizer=ByteTokenizer())
     with pytest.raises(ValueError, match=r"expected an onescan\.inputs\.Tokenizer"):
         to_transformers(model, tokenizer=word_tokenizer())
