@@ -6,7 +6,7 @@ because lengths change from call to call, and tuning would delay the first call 
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,7 +79,6 @@ def resolved_backend(
     has_kernel: bool,
     *tensors: Tensor | None,
     widest: int | None = WIDEST_HEAD,
-    others: Sequence[Tensor] = (),
 ) -> str:
     """Return the backend of a call, "torch" or "triton".
 
@@ -88,14 +87,13 @@ def resolved_backend(
         has_kernel: Whether the form in question has a kernel.
         tensors: Inputs of the call.
         widest: Maximum size of their last axis; None for no limit.
-        others: Further inputs, which kernels convert to a type of their own.
 
     Raises:
         ValueError: If the backend is unknown, or "triton" is requested and cannot run.
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "triton":
-        obstacle = why_no_kernel(*tensors, widest=widest, others=others)
+        obstacle = why_no_kernel(*tensors, widest=widest)
         if obstacle and has_kernel:  # without a kernel, the table of forms raises
             raise ValueError(f"backend is 'triton', but {obstacle}")
         return backend
@@ -103,17 +101,15 @@ def resolved_backend(
         return "torch"
     if _preferred == "auto" and not _uses_kernels(tensors):
         return "torch"
-    return "torch" if why_no_kernel(*tensors, widest=widest, others=others) else "triton"
+    return "torch" if why_no_kernel(*tensors, widest=widest) else "triton"
 
 
-def why_no_kernel(
-    *tensors: Tensor | None, widest: int | None = WIDEST_HEAD, others: Sequence[Tensor] = ()
-) -> str | None:
+def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> str | None:
     """Return why kernels cannot run on these tensors, or None if they can."""
     given = [x for x in tensors if x is not None]
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'onescan[gpu]'"
-    if _is_transformed([*given, *others]):
+    if is_transformed(given):
         return "kernels support neither torch.func nor forward-mode derivatives"
     for x in given:
         if is_interpreted() and x.dtype is torch.bfloat16:
@@ -144,7 +140,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _is_transformed(tensors: list[Tensor]) -> bool:
+def is_transformed(tensors: list[Tensor]) -> bool:
     """Return whether derivatives other than plain gradients may be requested."""
     if torch.compiler.is_compiling():
         return False

@@ -31,7 +31,7 @@ from onescan.checks import (
 )
 from onescan.kernels.chips import WIDEST_HEAD
 from onescan.messages import named_type
-from onescan.ops.backend import resolved_backend, wants_gradient
+from onescan.ops.backend import is_transformed, resolved_backend, wants_gradient
 from onescan.ops.layout import Layout
 from onescan.ops.numerics import disable_autocast, zero_masked
 from onescan.shapes import Values
@@ -292,11 +292,11 @@ def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:
     kernel, obstacle = Key(direction, form_on("triton"), "triton"), op.why_no_kernel(call)
     if kernel in known and not op.implementations[kernel].has_gradients and call.is_learning:
         obstacle = f"with form {kernel.form!r}, which has no gradients, expected form 'chunk'"
+    if is_transformed(call.tensors):
+        obstacle = "under torch.func or forward-mode derivatives, expected backend 'torch'"
     tensors = call.inputs.q, call.inputs.k, call.inputs.v
-    runs_on = resolved_backend(
-        backend, kernel in known and obstacle is None, *tensors, widest=op.widest_head(call),
-        others=call.tensors,
-    )  # fmt: skip
+    has_kernel = kernel in known and obstacle is None
+    runs_on = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
     chosen = form_on(runs_on)
     limits = ", ".join(layout.limits)
     check_choice(f"form ({limits})", chosen, ["auto", *dict.fromkeys(key.form for key in known)])

@@ -29,7 +29,7 @@ FEW = (2, 1, 2, 1)  # where every number is changed in turn
 KEYS = [
     key
     for key in ADDITIVE_DECAY.implementations
-    if key.backend == "torch" and key.direction != "blocks"
+    if key.backend == "torch" and key.direction in ("both", "causal")
 ]
 FORMS = [(key.direction == "causal", key.form) for key in KEYS]
 CAUSAL = [form for causal, form in FORMS if causal]

@@ -64,10 +64,8 @@ def one_scan(
     wide = [None if side is None else DecayState(*(x.float() for x in side)) for side in enters]
     entering = _added(*wide)
     o, *sums = _linear_attention(q, k, v, keep, *(entering or (None, None)), normalizer)
-    left, right = (_added(DecayState(*sums), side) for side in wide)
-    if wide == [None, None] and right is not None:
-        right = DecayState(*(x.clone() for x in right))  # a caller may change a state in place
-    return o, (left, right)
+    own = DecayState(*sums)
+    return o, (_added(own, wide[0]), _added(own, wide[1]))
 
 
 def _added(one: DecayState | None, other: DecayState | None) -> DecayState | None:

@@ -124,7 +124,11 @@ def _in_triton(kernel: str) -> Callable[[Call], tuple[Values, States]]:
         o, leaves = getattr(launch, kernel)(
             q, k, v, decays, call.enters, keep=call.layout.keep, **options
         )
-        return o, tuple(map(_after, leaves, ends)) if call.returns_state else leaves
+        if not call.returns_state:
+            return o, leaves
+        if leaves[0] is leaves[1] and leaves[1] is not None:  # a caller may change one in place
+            leaves = leaves[0], DecayState(*(x.clone() for x in leaves[1]))
+        return o, tuple(map(_after, leaves, ends))
 
     return run
 
