@@ -22,7 +22,6 @@ from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.messages import named_type
-from onescan.ops.collectives import sum_over_ranks
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.parallel import without_group
@@ -224,8 +223,7 @@ class SequenceDecoder(nn.Module):
     def _summaries(self, memory: Any, mask: MemoryMask | None) -> Iterator[DecayState]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            summary = layer.attention.encode_memory(memory, mask)
-            yield DecayState(*sum_over_ranks(*summary))
+            yield layer.attention.encode_memory(memory, mask)
 
     def _check(self, tokens: Any, memory: Any, memory_mask: Any, state: Any) -> None:
         # Any: user input

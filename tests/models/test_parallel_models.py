@@ -342,9 +342,11 @@ def test_sequence_decoder(assert_same):
     """The encoder's tokens are sharded, those of the decoder are the same on every rank."""
 
     def call(model, tokens, memory, mask):
-        logits, _ = model(tokens, memory, memory_mask=mask)
+        logits, state = model(tokens, memory, memory_mask=mask)
+        sums = torch.stack([summary.k_sum for summary in state.memories])
         generated = model.generate(memory, start=1, end=2, max_new_tokens=3, memory_mask=mask)
-        return {"logits": (logits, None), "generated": (generated.double(), None)}
+        found = {"logits": logits, "sums": sums, "generated": generated.double()}
+        return {name: (x, None) for name, x in found.items()}
 
     model = built(onescan.SequenceDecoderConfig(vocab_size=VOCABULARY, width=WIDTH))
     inputs = {"tokens": (texts(5), None), "memory": (rand(B, T, WIDTH), 1)}
