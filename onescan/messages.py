@@ -66,13 +66,15 @@ def named_type(value: object) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, as plural unless it is 1.
+def plural(count: int, noun: str) -> str:
+    """Format a count together with its noun.
 
-    >>> counted(1, "cell"), counted(2_000, "cell")
-    ('1 cell', '2,000 cells')
+    >>> plural(1, "seed"), plural(1437, "image"), plural(2, "class")
+    ('1 seed', '1,437 images', '2 classes')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun}es" if noun.endswith(("s", "ch")) else f"{count:,} {noun}s"
 
 
 def printable(text: object, keep: str = "") -> str:

@@ -26,7 +26,7 @@ from onescan.inputs.image_files import (
     resize_pixels,
     to_pixels,
 )
-from onescan.messages import counted
+from onescan.messages import plural
 
 AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
 AnyArray = Shaped[np.ndarray, "*batch_channels_axes"]
@@ -89,7 +89,7 @@ def check_constants(channels: int, **constants: tuple[float, ...]) -> None:
     for name, numbers in constants.items():
         if len(numbers) != channels:
             raise ValueError(
-                f"{name} is {numbers}, expected {counted(channels, 'number')}: one per channel"
+                f"{name} is {numbers}, expected {plural(channels, 'number')}: one per channel"
             )
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
             raise ValueError(f"{name} is {numbers}, expected finite numbers")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onescan.checks import check_positive
-from onescan.messages import counted
+from onescan.messages import plural
 from onescan.shapes import GridKeep, Grids
 
 
@@ -45,7 +45,7 @@ def pad_images(
             )
     multiples = (multiple,) * axes if isinstance(multiple, int) else tuple(multiple)
     if len(multiples) != axes:
-        raise ValueError(f"multiple has {counted(len(multiples), 'number')}, expected {axes}")
+        raise ValueError(f"multiple has {plural(len(multiples), 'number')}, expected {axes}")
     check_positive(**{f"multiple[{axis}]": each for axis, each in enumerate(multiples)})
     largest = [max(sides) for sides in zip(*(image.shape[1:] for image in images), strict=True)]
     size = [-(-side // each) * each for side, each in zip(largest, multiples, strict=True)]

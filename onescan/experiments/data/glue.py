@@ -16,7 +16,7 @@ from onescan.experiments.data.sources import first_line, import_datasets, quiet,
 from onescan.experiments.data.text.lines import decode, open_text
 from onescan.inputs.pairs import PairEncoder, PairFormat
 from onescan.inputs.tokenizer import BYTES, TextFormat, load_tokenizer
-from onescan.messages import counted
+from onescan.messages import plural
 
 GlueTask = Literal["mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb"]
 Metric = Literal["accuracy", "f1", "matthews_correlation", "pearson", "spearman"]
@@ -191,7 +191,7 @@ def _read_table(
                     continue
                 if len(cells) != len(columns):
                     raise ValueError(
-                        f"{counted(len(cells), 'cell')} between tabs, expected {len(columns)}: "
+                        f"{plural(len(cells), 'cell')} between tabs, expected {len(columns)}: "
                         f"{', '.join(columns)}"
                     )
                 named = dict(zip(columns, cells, strict=True))

@@ -19,7 +19,7 @@ from urllib.request import getproxies
 from onescan.checks import HUB_NAME
 from onescan.experiments.data.base import HELD_OUT, SPLITS, listed
 from onescan.inputs.image_files import is_image_name
-from onescan.messages import counted, missing_package, printable
+from onescan.messages import missing_package, plural, printable
 
 Chosen = dict[str, str]  # the split in each role, "train" and "test"
 
@@ -92,7 +92,7 @@ def report_unreadable(source: str, failures: Sequence[str]) -> None:
     for failure in failures[:MAX_LOGGED]:
         log.warning("%s", failure)
     if failures:
-        rows, verb = counted(len(failures), "row"), "is" if len(failures) == 1 else "are"
+        rows, verb = plural(len(failures), "row"), "is" if len(failures) == 1 else "are"
         log.warning("%s: %s could not be read and %s left out", source, rows, verb)
 
 
@@ -183,7 +183,7 @@ class FolderCount:
     def keeps(self, file: str, is_used: bool, *, is_hidden: bool = False) -> bool:
         """Count a file; return whether it is used, which hidden files are not.
 
-        Hidden files are counted only if they would otherwise be used.
+        Hidden files are plural only if they would otherwise be used.
         """
         if is_hidden:
             self.files += is_used

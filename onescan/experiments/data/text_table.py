@@ -28,7 +28,7 @@ from onescan.experiments.data.text.lines import Row, file_type, is_unicode
 from onescan.experiments.data.text.source import left_out_note
 from onescan.inputs.pairs import PairEncoder, PairFormat
 from onescan.inputs.tokenizer import BYTES, TextFormat, load_tokenizer
-from onescan.messages import counted
+from onescan.messages import plural
 
 SPLIT_COLUMN = "split"
 MIN_CLASSES = 2
@@ -184,7 +184,7 @@ class TextTableConfig(DataConfig):
             notes.append(f"splits not used: {listed(unused)}")
         report_unreadable(self.path, failures)
         if failures:
-            left_out = counted(len(failures), "row")
+            left_out = plural(len(failures), "row")
             notes.append(f"left out {left_out} of {self.path} that cannot be read")
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
@@ -242,7 +242,7 @@ class TextTableConfig(DataConfig):
                         continue
                     parts.setdefault(part, []).append(LabelledText(text, label, row.place))
         if empty:
-            notes.append(f"left out {counted(empty, 'empty line')} of {self.path}")
+            notes.append(f"left out {plural(empty, 'empty line')} of {self.path}")
         notes += labels.notes()
         return parts
 

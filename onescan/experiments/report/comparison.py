@@ -25,7 +25,6 @@ from onescan.experiments.report.format import (
     metric_value,
     percent,
     plain_table,
-    plural,
 )
 from onescan.experiments.report.page import (
     Figure,
@@ -58,6 +57,7 @@ from onescan.experiments.training.config import RunConfig
 from onescan.experiments.training.folder import MACHINE
 from onescan.experiments.training.logging import Split
 from onescan.inference.loading import load
+from onescan.messages import plural
 
 NAME = "name"  # a recipe's name is not a setting
 READING = frozenset(  # fields of data configs that change how images are read, not which

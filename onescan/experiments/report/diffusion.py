@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from onescan.experiments.report.format import TIMES, percent, plural
+from onescan.experiments.report.format import TIMES, percent
 from onescan.experiments.report.images import patch_grid
 from onescan.experiments.report.mixers import IMAGE_DIRECTIONS, find, other_mixers
 from onescan.experiments.report.page import Figure, Section, fragment
@@ -36,6 +36,7 @@ from onescan.experiments.report.plots import (
 )
 from onescan.experiments.report.runs import RunGroup
 from onescan.layers.mixers.linear_diffusion import Diffusion, LinearDiffusionMixer
+from onescan.messages import plural
 from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.linear_diffusion import diffusion_operator, stable_step
 from onescan.shapes import Operators

@@ -84,17 +84,6 @@ def duration(seconds: int | float) -> str:
     return f"{seconds // HOUR:.0f} h {seconds % HOUR // MINUTE:.0f} min"
 
 
-def plural(count: int, noun: str) -> str:
-    """Format a count together with its noun.
-
-    >>> plural(1, "seed"), plural(1437, "image"), plural(2, "class")
-    ('1 seed', '1,437 images', '2 classes')
-    """
-    if count == 1:
-        return f"{count:,} {noun}"
-    return f"{count:,} {noun}es" if noun.endswith(("s", "ch")) else f"{count:,} {noun}s"
-
-
 def label(name: str) -> str:
     r"""Shorten a name to fit beside an axis, on one line and without control characters.
 

@@ -10,7 +10,7 @@ import torch
 from markupsafe import Markup
 
 from onescan.experiments.data.image_grid import image_grid
-from onescan.experiments.report.format import percent, plain_table, plural, significant
+from onescan.experiments.report.format import percent, plain_table, significant
 from onescan.experiments.report.images import Answer, class_accuracy, confusion_figure
 from onescan.experiments.report.page import (
     Card,
@@ -30,6 +30,7 @@ from onescan.experiments.report.plots import (
     series,
 )
 from onescan.inputs.images import unit_pixels
+from onescan.messages import plural
 
 if TYPE_CHECKING:
     from onescan.experiments.evaluation.generation import GenerationScore, GenerationScores, Shown

@@ -12,7 +12,7 @@ import numpy as np
 from onescan.experiments.data.glue import PROBLEMS, GlueTask
 from onescan.experiments.evaluation.config import short_name
 from onescan.experiments.recipes.glue import GLUE
-from onescan.experiments.report.format import duration, metric_name, plain_table, plural
+from onescan.experiments.report.format import duration, metric_name, plain_table
 from onescan.experiments.report.page import (
     Card,
     Figure,
@@ -27,6 +27,7 @@ from onescan.experiments.report.runs import Column, FinishedRun, SeedValues, che
 from onescan.experiments.tasks.glue import LOSS, glue_score
 from onescan.experiments.training.config import RunResult
 from onescan.experiments.training.folder import write_json
+from onescan.messages import plural
 
 SUMMARY, PAGE = "summary.json", "report.html"
 HEADS = ("task", "metric", "value", "score")

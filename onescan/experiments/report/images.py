@@ -15,7 +15,7 @@ from sklearn.metrics import confusion_matrix
 from torch import Tensor
 
 from onescan.experiments.data import DataSet, Example
-from onescan.experiments.report.format import ARROW, TIMES, percent, plural
+from onescan.experiments.report.format import ARROW, TIMES, percent
 from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import (
     BLUE,
@@ -34,6 +34,7 @@ from onescan.experiments.tasks import ImageClassification, ImageGeneration
 from onescan.experiments.training.logging import read_pictures
 from onescan.inputs.image_files import open_image
 from onescan.inputs.images import unit_pixels
+from onescan.messages import plural
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Grids, Images, Labels, Pictures

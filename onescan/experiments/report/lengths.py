@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onescan.experiments.report.format import metric_value, percent, plain_table, plural
+from onescan.experiments.report.format import metric_value, percent, plain_table
 from onescan.experiments.report.page import Card, Figure, Page, Section, fragment
 from onescan.experiments.report.plots import Line, Scale, line_figure, series
+from onescan.messages import plural
 
 if TYPE_CHECKING:
     from onescan.experiments.evaluation.lengths import LengthScores, PlaceScore

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from onescan.experiments.report.format import TIMES, label, percent, plural
+from onescan.experiments.report.format import TIMES, label, percent
 from onescan.experiments.report.images import (
     held_out_labels,
     held_out_pixels,
@@ -44,6 +44,7 @@ from onescan.experiments.tasks import ImageClassification
 from onescan.layers.block import Block
 from onescan.layers.mixers import LightNetMixer
 from onescan.layers.position import ToeplitzPosition
+from onescan.messages import plural
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.lrpe import lrpe_frequencies

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onescan.experiments.report.format import percent, plain_table, plural
+from onescan.experiments.report.format import percent, plain_table
 from onescan.experiments.report.page import Card, Figure, Page, Section
 from onescan.experiments.report.plots import Axis, heat_map
+from onescan.messages import plural
 
 if TYPE_CHECKING:
     from onescan.experiments.evaluation.needle import NeedleGrid

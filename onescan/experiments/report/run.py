@@ -24,7 +24,6 @@ from onescan.experiments.report.format import (
     metric_name,
     metric_value,
     percent,
-    plural,
     significant,
 )
 from onescan.experiments.report.page import (
@@ -70,6 +69,7 @@ from onescan.experiments.tasks import (
 from onescan.experiments.training.config import RunResult
 from onescan.experiments.training.folder import Environment
 from onescan.experiments.training.logging import Split
+from onescan.messages import plural
 from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier

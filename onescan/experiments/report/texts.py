@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from onescan.experiments.data import DataSet
-from onescan.experiments.report.format import percent, plural
+from onescan.experiments.report.format import percent
 from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import Axis, heat_map
 from onescan.experiments.report.runs import RunGroup
@@ -22,6 +22,7 @@ from onescan.experiments.tasks import (
 from onescan.inference.text_generation import generate_text
 from onescan.inputs.tokenizer import REPLACEMENT_CHARACTER
 from onescan.layers.position import TokenPositionConfig
+from onescan.messages import plural
 from onescan.models.causal_lm import IGNORE_INDEX, CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
 

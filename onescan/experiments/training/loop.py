@@ -332,11 +332,11 @@ class Loop:
         seconds = perf_counter() - begin
         measured = {"learning_rate": rate, "gradient_norm": norm, "seconds": seconds}
         measured |= {"waiting_seconds": waiting, "memory_mib": memory_mib(self.device)}
-        counted = {"unreadable": unreadable} if unreadable else {}
-        counted |= {} if weights else {"labels": 0}
+        plural = {"unreadable": unreadable} if unreadable else {}
+        plural |= {} if weights else {"labels": 0}
         if self.plan.ends is not None:
-            counted["batch_size"] = (end - first) * self.settings.micro_batch_size
-        self.record("transfer" if is_transfer else "train", means | measured | counted)
+            plural["batch_size"] = (end - first) * self.settings.micro_batch_size
+        self.record("transfer" if is_transfer else "train", means | measured | plural)
         self.numbers |= {"transfer_loss": means["loss"]} if is_transfer else means
         self.count_time(seconds, waiting, end - first)
 

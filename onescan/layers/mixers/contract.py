@@ -34,7 +34,7 @@ class MixerConfig(ABC):
         """
 
     def for_layer(self, index: int) -> "MixerConfig":
-        """Return the config for block `index` of a model, counted from 0; by default the same."""
+        """Return the config for block `index` of a model, plural from 0; by default the same."""
         return self
 
     @property

@@ -38,7 +38,7 @@ from onescan.inputs.listops import (
     decode,
     encode,
 )
-from onescan.messages import counted
+from onescan.messages import plural
 
 HeldOut = Literal["val", "test"]
 
@@ -174,7 +174,7 @@ def _parse_line(line: str) -> tuple[list[int], int]:
     cells = line.split("\t")
     if len(cells) != HEADER.count("\t") + 1:
         raise ValueError(
-            f"{counted(len(cells), 'cell')} between tabs, expected an expression and a digit"
+            f"{plural(len(cells), 'cell')} between tabs, expected an expression and a digit"
         )
     source, target = cells
     if target not in CLASS_NAMES:

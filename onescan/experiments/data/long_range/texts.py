@@ -22,7 +22,7 @@ from onescan.experiments.data.sources import (
 )
 from onescan.experiments.data.text.source import left_out_note
 from onescan.inputs.sequences import ByteFormat
-from onescan.messages import counted
+from onescan.messages import plural
 from onescan.shapes import Labels
 
 TABLE, TEXT = ".tsv", ".txt"
@@ -59,7 +59,7 @@ class LineTable:
                 cells = line.count(b"\t") + 1
                 if cells != len(self.columns):
                     raise ValueError(
-                        f"{self.place(len(starts) - 1)}: {counted(cells, 'cell')} between tabs, "
+                        f"{self.place(len(starts) - 1)}: {plural(cells, 'cell')} between tabs, "
                         f"expected {len(self.columns)}: {', '.join(self.columns)}"
                     )
                 starts.append(starts[-1] + len(line))

@@ -22,7 +22,7 @@ from onescan.experiments.data.text.lines import (
     missing_column,
     open_text,
 )
-from onescan.messages import counted
+from onescan.messages import plural
 
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 QUOTED = re.compile(r'"(?:[^"]|"")*+"')  # a cell in quotation marks
@@ -60,7 +60,7 @@ def read_table(path: Path, mark: Mark, column: str | None) -> Rows:
         for cells, line, after, fault in rows:
             fault = fault or _fault(cells)
             if not fault and cells and len(cells) != len(header):
-                fault = f"the row has {counted(len(cells), 'cell')}, expected {len(header)}"
+                fault = f"the row has {plural(len(cells), 'cell')}, expected {len(header)}"
             is_read = bool(cells) and not fault
             named = {name: cells[place] for name, place in places.items()} if is_read else {}
             yield Row(named, f"{path}, line {line}", fault, not (cells or fault)), after
