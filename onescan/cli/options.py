@@ -177,16 +177,20 @@ def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> Construc
     """
     registry, is_nested = ConstructorRegistry(), False
 
-    @registry.primitive_rule
-    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    def tyros(get_spec: Callable[[Any], Any], info: Any) -> Any:
+        """Return what tyro's own rules make of a type; None where they ask ours again."""
         nonlocal is_nested
         if is_nested:
             return None
         is_nested = True
         try:
-            spec = ConstructorRegistry.get_primitive_spec(info)
+            return get_spec(info)
         finally:
             is_nested = False
+
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        spec = tyros(ConstructorRegistry.get_primitive_spec, info)
         if not isinstance(spec, PrimitiveConstructorSpec):
             return None
 
@@ -201,14 +205,9 @@ def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> Construc
 
     @registry.struct_rule
     def _(info: StructTypeInfo) -> StructConstructorSpec | None:
-        nonlocal is_nested
-        if is_nested or not dataclasses.is_dataclass(info.type):
+        if not dataclasses.is_dataclass(info.type):
             return None
-        is_nested = True
-        try:
-            spec = ConstructorRegistry.get_struct_spec(info)
-        finally:
-            is_nested = False
+        spec = tyros(ConstructorRegistry.get_struct_spec, info)
         if not isinstance(spec, StructConstructorSpec):
             return None
 

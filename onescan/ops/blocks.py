@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onescan.checks import can_look_at_values, check_whole
 from onescan.ops.packing import Packing, check_offsets, check_offsets_type
-from onescan.ops.parallel import SequenceGroup, is_empty, refuse_group
+from onescan.ops.parallel import SequenceGroup, refuse_group
 
 Blocks = int | Int[Tensor, " offsets"]  # tokens per block, or offsets of blocks of several sizes
 
@@ -52,22 +52,19 @@ def check_causal_block(
         )
 
 
-def check_block_offsets(causal_block: Any, x: Tensor, ranks: SequenceGroup | None) -> None:
-    """Raise ValueError unless offsets of blocks, if any, run from 0 to the number of tokens x.
+def check_block_offsets(offsets: Tensor, x: Tensor, tokens: int) -> None:
+    """Raise ValueError unless offsets of blocks of x run from 0 to the number of tokens.
 
     Values are only read on a CPU.
 
-    >>> check_block_offsets(torch.tensor([0, 2]), torch.ones(1, 3, 1), None)
+    >>> check_block_offsets(torch.tensor([0, 2]), torch.ones(1, 3, 1), 3)
     Traceback (most recent call last):
     ValueError: causal_block ends at 2, expected 3, the number of tokens
     """
-    if not isinstance(causal_block, Tensor):
-        return
-    if causal_block.device not in (x.device, torch.device("cpu")):
-        raise ValueError(f"causal_block is on {causal_block.device}, expected cpu or {x.device}")
-    if can_look_at_values(causal_block):
-        tokens = x.shape[1] if ranks is None else sum(ranks.lengths(x))
-        check_offsets("causal_block", causal_block, tokens)
+    if offsets.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"causal_block is on {offsets.device}, expected cpu or {x.device}")
+    if can_look_at_values(offsets):
+        check_offsets("causal_block", offsets, tokens)
 
 
 def check_whole_blocks(causal_block: Blocks, lengths: Sequence[int]) -> None:
@@ -94,49 +91,40 @@ def check_whole_blocks(causal_block: Blocks, lengths: Sequence[int]) -> None:
 
 
 def block_ends(
-    causal_block: Blocks, x: Tensor, packing: Packing | None, ranks: SequenceGroup | None
-) -> Bool[Tensor, "1 T"] | Bool[Tensor, "B T"]:
-    """Return whether each token of x, [B, T, ...], is the last token of its block.
+    causal_block: Blocks, places: Int[Tensor, " T"], packing: Packing | None
+) -> Bool[Tensor, "_ T"]:
+    """Return whether each token is the last token of its block.
 
     If the last block of a sequence is shorter, its end is not marked. Blocks are counted from the
-    beginning of each packed sequence, or from the first token of all ranks. A rank without tokens
-    has one masked token, which does not end a block.
+    beginning of each packed sequence, or from the first token of all ranks.
 
-    >>> block_ends(2, torch.ones(1, 5, 3), None, None).tolist()
+    Args:
+        causal_block: Tokens per block, or offsets of blocks.
+        places: Number of tokens before each token, on all ranks.
+        packing: The packed sequences, if any; not with offsets.
+
+    >>> block_ends(2, torch.arange(5), None).tolist()
     [[False, True, False, True, False]]
-    >>> block_ends(torch.tensor([0, 3, 4, 5]), torch.ones(1, 5, 3), None, None).tolist()
+    >>> block_ends(torch.tensor([0, 3, 4, 5]), torch.arange(5), None).tolist()
     [[False, False, True, True, True]]
     """
-    if packing is not None and not isinstance(causal_block, Tensor):
-        return (packing.place + 1) % causal_block == 0
-    after = _places(x, ranks) + 1  # on all ranks, because they may have to exchange lengths
-    if is_empty(ranks, x):
-        return torch.zeros(1, 1, dtype=torch.bool, device=x.device)
     if isinstance(causal_block, Tensor):
-        return torch.isin(after, causal_block.to(x.device)).unsqueeze(0)
-    return (after % causal_block == 0).unsqueeze(0)
+        return torch.isin(places + 1, causal_block.to(places.device)).unsqueeze(0)
+    of_rows = places.unsqueeze(0) if packing is None else packing.place
+    return (of_rows + 1) % causal_block == 0
 
 
 def block_bounds(
-    causal_block: Int[Tensor, " offsets"], x: Tensor, ranks: SequenceGroup | None
+    offsets: Int[Tensor, " offsets"], places: Int[Tensor, " T"]
 ) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return where the block of each token of x begins and ends, counted from the first token of x.
+    """Return where the block of each token begins and ends, counted from the first of the tokens.
 
-    >>> block_bounds(torch.tensor([0, 3, 4]), torch.ones(1, 4, 3), None)
+    >>> block_bounds(torch.tensor([0, 3, 4]), torch.arange(4))
     (tensor([0, 0, 0, 3]), tensor([3, 3, 3, 4]))
     """
-    offsets, places = causal_block.to(x.device).long(), _places(x, ranks)
-    if is_empty(ranks, x):  # of the masked token
-        return offsets.new_zeros(1), offsets.new_ones(1)
+    offsets = offsets.to(places.device).long()
     block = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
-    before = places[:1]
-    return offsets[block] - before, offsets[block + 1] - before
-
-
-def _places(x: Tensor, ranks: SequenceGroup | None) -> Tensor:
-    """Return the number of tokens before each token of x, on all ranks."""
-    before = 0 if ranks is None else sum(ranks.lengths(x)[: ranks.rank])
-    return before + torch.arange(x.shape[1], device=x.device)
+    return offsets[block] - places[:1], offsets[block + 1] - places[:1]
 
 
 def block_ranges(causal_block: Blocks | None, tokens: int) -> Iterator[range]:

@@ -6,7 +6,6 @@ Ops take these as separate arguments, and make one `Layout` of them, which check
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from onescan.ops.blocks import (
     check_causal_block,
 )
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import Group, SequenceGroup, is_empty, packing_over, sequence_group
+from onescan.ops.parallel import Group, SequenceGroup, one_token, packing_over, sequence_group
 from onescan.shapes import Keep
 
 
@@ -33,10 +32,9 @@ class Layout(NamedTuple):
         keep: True for real tokens; None if all are real.
         packing: The sequences that share a row; None if each row is one sequence.
         ranks: The ranks across which the token axis is sharded; None for one process.
-        is_empty: Whether this rank has no tokens. It then computes one masked token, so that its
-            graph has the same collectives as those of other ranks.
-        ends_of_blocks: True for the last token of each block; None without blocks.
-        bounds: Where the block of each token begins and ends; None without offsets of blocks.
+        lengths: Number of tokens of each rank, if there are blocks and ranks.
+        tokens: Number of tokens of this rank.
+        device: Their device.
     """
 
     causal: bool
@@ -44,9 +42,17 @@ class Layout(NamedTuple):
     keep: Keep | None
     packing: Packing | None
     ranks: SequenceGroup | None
-    is_empty: bool
-    ends_of_blocks: Bool[Tensor, "_ T"] | None
-    bounds: tuple[Tensor, Tensor] | None
+    lengths: list[int] | None
+    tokens: int
+    device: torch.device
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no tokens.
+
+        It then computes one masked token, so that its graph has the collectives of other ranks.
+        """
+        return self.ranks is not None and self.tokens == 0
 
     @property
     def limits(self) -> list[str]:
@@ -87,21 +93,37 @@ class Layout(NamedTuple):
         """True where the backward direction restarts from an empty state; None for nowhere."""
         if self.causal:
             return None
-        if self.packing is None or self.ends_of_blocks is None:
-            return self.ends_of_blocks if self.packing is None else self.packing.ends
-        return self.packing.ends | self.ends_of_blocks
+        ends = None if self.packing is None else self.packing.ends
+        if self.causal_block is None:
+            return ends
+        if self.is_empty:  # the masked token ends no block
+            return torch.zeros(1, 1, dtype=torch.bool, device=self.device)
+        of_blocks = block_ends(self.causal_block, self._places, self.packing)
+        return of_blocks if ends is None else ends | of_blocks
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor] | None:
+        """Where the block of each token begins and ends; None without offsets of blocks."""
+        if not isinstance(self.causal_block, Tensor):
+            return None
+        if self.is_empty:  # of the masked token
+            return torch.tensor([0], device=self.device), torch.tensor([1], device=self.device)
+        return block_bounds(self.causal_block, self._places)
+
+    @property
+    def _places(self) -> Tensor:
+        """Number of tokens before each token, on all ranks."""
+        before = 0
+        if self.ranks is not None and self.lengths is not None:
+            before = sum(self.lengths[: self.ranks.rank])
+        return before + torch.arange(self.tokens, device=self.device)
 
     def filled(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
         """Return tensors, [B, T, ...], with one token of zeros if this rank has none.
 
         Other arguments, which the op refuses later, are returned as they are.
         """
-        if not self.is_empty:
-            return tensors
-        return tuple(
-            F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) if isinstance(x, Tensor) else x
-            for x in tensors
-        )
+        return one_token(*tensors, dim=dim) if self.is_empty else tensors
 
     def emptied(self, o: Tensor) -> Tensor:
         """Return outputs, [B, T, ...], without the token that `filled` has added."""
@@ -138,10 +160,13 @@ def layout_of(
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real tokens")
     check_floating(**{name: q})
     check_shapes(**{name: (q, pattern)})
-    check_block_offsets(causal_block, q, ranks)
+    lengths = None
+    if ranks is not None and causal_block is not None:
+        lengths = ranks.lengths(q)  # exchanged only once
+    if isinstance(causal_block, Tensor):
+        check_block_offsets(causal_block, q, q.shape[1] if lengths is None else sum(lengths))
     packing = packing_over(ranks, cu_seqlens, q, state=state)
-    of_blocks = None if causal_block is None else block_ends(causal_block, q, packing, ranks)
-    if empty := is_empty(ranks, q):
-        keep = q.new_zeros(q.shape[0], 1, dtype=torch.bool)
-    bounds = block_bounds(causal_block, q, ranks) if isinstance(causal_block, Tensor) else None
-    return Layout(causal, causal_block, keep, packing, ranks, empty, of_blocks, bounds)
+    layout = Layout(causal, causal_block, keep, packing, ranks, lengths, q.shape[1], q.device)
+    if layout.is_empty:
+        return layout._replace(keep=q.new_zeros(q.shape[0], 1, dtype=torch.bool))
+    return layout

@@ -331,23 +331,20 @@ def is_first_rank() -> bool:
     return group is None or group.is_first
 
 
-def is_empty(group: SequenceGroup | None, x: Any) -> bool:
-    """Return whether this rank of a group has no tokens x, [B, T, ...]."""
-    return group is not None and isinstance(x, Tensor) and x.shape[1:2] == (0,)
-
-
 def is_empty_grid(group: SequenceGroup | None, shape: Any) -> bool:
     """Return whether the part of a grid on this rank of a group has no positions."""
     return group is not None and isinstance(shape, list | tuple) and [*shape[:1]] == [0]
 
 
-def one_token(*tensors: Tensor | None, dim: int = 1) -> tuple[Any, ...]:
+def one_token(*tensors: Any, dim: int = 1) -> tuple[Any, ...]:
     """Append a token of zeros to each tensor of an empty shard, for the op to mask.
 
-    A rank without tokens thus has the same graph as the others.
+    A rank without tokens thus has the same graph as the others. Other arguments, which the op
+    refuses later, are returned as they are.
     """
     return tuple(
-        None if x is None else F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) for x in tensors
+        F.pad(x, (0, 0) * (x.ndim - dim - 1) + (0, 1)) if isinstance(x, Tensor) else x
+        for x in tensors
     )
 
 

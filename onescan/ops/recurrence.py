@@ -24,6 +24,7 @@ from onescan.checks import (
     check_devices,
     check_floating,
     check_no_nan,
+    check_positive,
     check_shapes,
     holds_nan,
     named_state_tensors,
@@ -223,10 +224,10 @@ def run(
         o, leaves = implementation.run(made)
     if holds_nan(o, *carried.values()):
         blamed = op.blamed(inputs)
-        if layout.keep is not None:  # masked tokens may hold anything
-            of_tokens = {n: x for n, x in blamed.items() if x is not None and n != "angles"}
-            masked = zero_masked(layout.keep, *of_tokens.values())
-            blamed |= dict(zip(of_tokens, masked, strict=True))
+        if (keep := layout.keep) is not None:  # masked tokens may hold anything
+            for name, x in blamed.items():
+                if x is not None and x.shape[:2] == keep.shape:
+                    (blamed[name],) = zero_masked(keep, x)
         check_no_nan(o, *carried.values(), **blamed, **carried)
     o = layout.emptied(o).to(inputs.v.dtype)
     if not returns_state:
@@ -256,6 +257,32 @@ def write(
     return written
 
 
+def check_tensors(keep: Any = None, **arguments: tuple[Any, str | tuple[str, ...]]) -> None:
+    """Raise ValueError unless tensors are floating point, on one device, and of these shapes.
+
+    Args:
+        keep: The mask, [B, T], if any.
+        arguments: Tensors, each with its shape, or with several shapes of different ranks; None is
+            skipped.
+    """
+    given = {name: pair for name, pair in arguments.items() if pair[0] is not None}
+    tensors = {name: x for name, (x, _) in given.items()}
+    check_floating(**tensors)
+    check_devices(**tensors, keep=keep)
+    patterns: dict[str, tuple[Any, str]] = {}
+    for name, (x, pattern) in given.items():
+        choices = (pattern,) if isinstance(pattern, str) else pattern
+        by_rank = {len(choice.split()): choice for choice in choices}
+        if len(choices) > 1 and x.ndim not in by_rank:
+            *first, last = map(repr, choices)
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected {', '.join(first)} or {last}"
+            )
+        patterns[name] = x, by_rank.get(x.ndim, choices[0])
+    sizes = check_shapes(**patterns, keep=(keep, "B T"))
+    check_positive(**{letter: size for letter, size in sizes.items() if letter != "B"})
+
+
 def check_read(
     q: Any, state: Any, kind: Any, patterns: Mapping[str, str], **others: tuple[Any, str]
 ) -> None:
@@ -272,12 +299,8 @@ def check_read(
         raise ValueError(
             f"state is {named_type(state)}, expected the state of a direction, a {kind.__name__}"
         )
-    given = {name: pair for name, pair in others.items() if pair[0] is not None}
-    given |= {f"state.{name}": (getattr(state, name), shape) for name, shape in patterns.items()}
-    tensors = {name: x for name, (x, _) in given.items()}
-    check_floating(q=q, **tensors)
-    check_devices(q=q, **tensors)
-    check_shapes(q=(q, "B T H K"), **given)
+    parts = {f"state.{name}": (getattr(state, name), shape) for name, shape in patterns.items()}
+    check_tensors(q=(q, "B T H K"), **others, **parts)
 
 
 def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:

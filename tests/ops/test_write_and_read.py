@@ -6,6 +6,7 @@ from inspect import unwrap
 import pytest
 import torch
 from op_checks import assert_same
+from ranks import run_ranks, split
 
 from onescan.ops import additive_decay as additive_op
 from onescan.ops import decay_attention as decay_op
@@ -20,6 +21,7 @@ from onescan.ops.delta_rule import DeltaState
 from onescan.ops.delta_rule import read as read_delta
 from onescan.ops.delta_rule import write as write_delta
 from onescan.ops.lrpe import RotaryPositions, lrpe_angles
+from onescan.ops.parallel import sequence_parallel
 
 B, T, H, K, V = 2, 7, 3, 4, 5
 WRITERS = {
@@ -99,6 +101,22 @@ def test_decayed_reads_are_normalized(normalize):
         **options,
     )
     assert_same([read_decay(q, state, **options)[:, -1:]], [want])
+
+
+@over_ops
+def test_ranks_write_the_state_of_all_tokens(name, tmp_path):
+    _, write, _ = WRITERS[name]
+    given, keep = drawn(name), torch.rand(B, T) > 0.4
+    want = write(*given, keep=keep)
+
+    def check(group):
+        lengths, rank = split(T, group.size()), group.rank()
+        at = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        with sequence_parallel(group):
+            got = write(*(x[:, at] for x in given), keep=keep[:, at])
+        assert_same(got, want)
+
+    run_ranks(4, check, tmp_path)
 
 
 @over_ops

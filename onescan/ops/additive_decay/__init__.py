@@ -137,9 +137,9 @@ def additive_decay(
         q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens, state=state,
         group=group,
     )  # fmt: skip
+    if causal_block is not None and layout.lengths is not None:
+        check_whole_blocks(causal_block, layout.lengths)
     if layout.ranks is not None:
-        if causal_block is not None:
-            check_whole_blocks(causal_block, layout.ranks.lengths(q))
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(q.shape[1], layout.ranks)
         (angles,) = layout.filled(angles, dim=0)

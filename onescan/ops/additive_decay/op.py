@@ -6,14 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from onescan.checks import (
-    check_choice,
-    check_devices,
-    check_floating,
-    check_positive,
-    check_shapes,
-    check_whole,
-)
+from onescan.checks import check_choice, check_whole
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import blockwise, forms, tiled_causal
 from onescan.ops.additive_decay.ranks import merged_before
@@ -35,7 +28,14 @@ from onescan.ops.numerics import (
     zero_masked,
 )
 from onescan.ops.packing import PackingShard
-from onescan.ops.recurrence import Call, Implementation, Key, Recurrence, States
+from onescan.ops.recurrence import (
+    Call,
+    Implementation,
+    Key,
+    Recurrence,
+    States,
+    check_tensors,
+)
 from onescan.shapes import Angles, Keys, Queries, Values
 
 
@@ -98,8 +98,9 @@ def _form_inputs(call: Call) -> AdditiveInputs:
     q, k, v, angles, table = call.inputs
     (state,), layout = call.enters, call.layout
     return AdditiveInputs(
-        q, k, v, angles, state, layout.keep, call.options.chunk_size, layout.block_size,
-        layout.bounds, layout.packing, layout.ranks, table,
+        q, k, v, angles, state, layout.keep, call.options.chunk_size,
+        causal_block=layout.block_size, bounds=layout.bounds, packing=layout.packing,
+        ranks=layout.ranks, table=table,
     )  # fmt: skip
 
 
@@ -172,7 +173,7 @@ class AdditiveDecay(Recurrence):
         """Return "blocks" or "uneven", for offsets, if there are blocks, with their own forms."""
         if layout.causal_block is None:
             return super().direction(layout)
-        return "blocks" if layout.bounds is None else "uneven"
+        return "uneven" if layout.block_size is None else "blocks"
 
     def incoming(self, state: Any, layout: Layout) -> States:
         if state is not None:
@@ -194,19 +195,16 @@ class AdditiveDecay(Recurrence):
                     f"angles.start has shape {tuple(start.shape)} and dtype {start.dtype}, "
                     "expected one integer"
                 )
-        check_floating(q=q, k=k, v=v, **given, **incoming)
-        check_devices(q=q, k=k, v=v, keep=keep, **given, **incoming)
-        features = k.shape[-1] * (1 if angles is None else 2)
+        features = q.shape[-1] * (1 if angles is None else 2)
         patterns = {"angles.theta": "H K", "angles": "T H K", "state.log_normalizer": "B H K"}
         patterns["state.kv"] = f"B H {features} V"
-        sizes = check_shapes(
+        check_tensors(
+            keep,
             q=(q, "B T H K"),
             k=(k, "B T H K"),
             v=(v, "B T H V"),
             **{name: (x, patterns[name]) for name, x in (given | incoming).items()},
-            keep=(keep, "B T"),
         )
-        check_positive(**{letter: sizes[letter] for letter in "THKV"})
         check_choice("feature_map", call.options.feature_map, FEATURE_MAPS)
 
     def form_of(self, call: Call, form: str, backend: str) -> str:
@@ -229,10 +227,8 @@ class AdditiveDecay(Recurrence):
 
     def widest_head(self, call: Call) -> int:
         q, k, v = call.inputs[:3]
-        runs_causally = self.direction(call.layout) != "both"
-        if runs_causally and (
-            q.device.type == "cuda" or is_interpreted()
-        ):  # kernels only run there
+        has_kernels = q.device.type == "cuda" or is_interpreted()
+        if has_kernels and self.direction(call.layout) != "both":
             return widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
         return WIDEST_HEAD
 

@@ -219,28 +219,6 @@ def updates_of(
     return updates
 
 
-def chunk(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
-) -> tuple[Values, Sides]:
-    """Compute attention within chunks of C tokens, and carry a state per direction between them.
-
-        o_i = sum_j W_ij v_j + sum over directions d of S_d^T (enter_di q_i)
-        W_ij = q_i . k_j exp(sum of forward over j < l <= i)      for j <= i
-        W_ij = q_i . k_j exp(sum of backward over i <= l < j)     for j > i; 0 if causal
-        S_d' = through_d S_d + sum_j (leave_dj k_j) v_j^T         from chunk to chunk
-
-    Both directions together are O(T). The code stores states transposed, as [V + 1, K]: on a CPU,
-    an extra column beyond a multiple of the vector width makes a product slow, and an extra row
-    does not. For the same reason row sums are computed separately from the outputs.
-
-    Products of bfloat16 inputs are bfloat16; states, row sums and gradients of log-decays are
-    added up in float32.
-    """
-    inputs, size = chunk_inputs(q, k, v, decays, enters, options)
-    o, _, leaves, _ = attend(inputs, options.normalize, size, options.return_state)
-    return o, by_direction(leaves)
-
-
 def chunk_inputs(
     q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
 ) -> "tuple[ChunkInputs, int]":
@@ -261,7 +239,7 @@ def chunk_inputs(
 
 
 def by_direction(leaves: Tensor) -> Sides:
-    """Return the outgoing states of both directions, [B, H, K, V + 1], from those of `attend`."""
+    """Return the outgoing states of both directions, [B, H, K, V + 1], from those of `chunk`."""
     if leaves.ndim == 1:  # not requested
         return None, None
     return leaves[:, :, 0].mT, leaves[:, :, 1].mT if leaves.shape[2] > 1 else None
@@ -305,7 +283,7 @@ def _at_once(function: Chunkwise, *groups: Sequence[Tensor]) -> Sequence[Tensor]
     return function(*groups)
 
 
-def attend(
+def chunk(
     inputs: ChunkInputs,
     normalize: str,
     size: int,
@@ -313,7 +291,19 @@ def attend(
     *,
     over_chunks: Callable[..., Sequence[Tensor]] = _at_once,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the chunk form with differentiable functions.
+    """Compute attention within chunks of C tokens, and carry a state per direction between them.
+
+        o_i = sum_j W_ij v_j + sum over directions d of S_d^T (enter_di q_i)
+        W_ij = q_i . k_j exp(sum of forward over j < l <= i)      for j <= i
+        W_ij = q_i . k_j exp(sum of backward over i <= l < j)     for j > i; 0 if causal
+        S_d' = through_d S_d + sum_j (leave_dj k_j) v_j^T         from chunk to chunk
+
+    Both directions together are O(T). The code stores states transposed, as [V + 1, K]: on a CPU,
+    an extra column beyond a multiple of the vector width makes a product slow, and an extra row
+    does not. For the same reason row sums are computed separately from the outputs.
+
+    Products of bfloat16 inputs are bfloat16; states, row sums and gradients of log-decays are
+    added up in float32.
 
     Args:
         inputs: The inputs of a call, or a block of them.

@@ -6,16 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from onescan.checks import (
-    check_choice,
-    check_devices,
-    check_floating,
-    check_log_decay,
-    check_positive,
-    check_shapes,
-    check_whole,
-    is_known,
-)
+from onescan.checks import check_choice, check_log_decay, check_whole, is_known
 from onescan.ops.decay_attention import forms, tiled
 from onescan.ops.decay_attention.forms import (
     Directions,
@@ -33,7 +24,14 @@ from onescan.ops.numerics import (
     to_accumulation_dtype,
     zero_masked,
 )
-from onescan.ops.recurrence import Call, Implementation, Key, Recurrence, States
+from onescan.ops.recurrence import (
+    Call,
+    Implementation,
+    Key,
+    Recurrence,
+    States,
+    check_tensors,
+)
 from onescan.shapes import DecayedKeys, DecayedKeyValue, Keys, LogDecays, Queries, Values
 
 PATTERNS = {1: "H", 3: "B T H", 4: "B T H K"}  # of log_decay, by rank
@@ -188,25 +186,17 @@ class DecayAttention(Recurrence):
         (q, k, v, log_decay, *_), options = call.inputs, call.options
         keep, carried = call.layout.keep, call.carried
         check_whole(1, chunk_size=options.chunk_size)
-        given = {} if log_decay is None else {"log_decay": log_decay}
-        check_floating(q=q, k=k, v=v, **given, **carried)
-        check_devices(q=q, k=k, v=v, keep=keep, **given, **carried)
-        if log_decay is not None and log_decay.ndim not in PATTERNS:
-            raise ValueError(
-                f"log_decay has shape {tuple(log_decay.shape)}, expected 'H', 'B T H' or 'B T H K'"
-            )
-        sizes = check_shapes(
+        check_tensors(
+            keep,
             q=(q, "B T H K"),
             k=(k, "B T H K"),
             v=(v, "B T H V"),
-            log_decay=(log_decay, "" if log_decay is None else PATTERNS[log_decay.ndim]),
-            keep=(keep, "B T"),
+            log_decay=(log_decay, tuple(PATTERNS.values())),
             **{
                 name: (x, "B H K V" if name.endswith("kv") else "B H K")
                 for name, x in carried.items()
             },
         )
-        check_positive(**{letter: sizes[letter] for letter in "THKV"})
         check_choice("decay_at", options.decay_at, get_args(DecayAt))
         if call.layout.causal and options.decay_at == "symmetric":
             raise ValueError(

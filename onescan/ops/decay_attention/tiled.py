@@ -21,7 +21,6 @@ from onescan.ops.decay_attention.forms import (
     Directions,
     Options,
     Sides,
-    attend,
     by_direction,
     chunk_inputs,
     chunk_states,
@@ -55,11 +54,12 @@ def chunk(
 ) -> tuple[Values, Sides]:
     """Compute `forms.chunk`, in tiles unless a call is small or needs plain functions."""
     inputs, size = chunk_inputs(q, k, v, decays, enters, options)
+    rest = options.normalize, size, options.return_state
     if needs_plain_functions(*inputs) or _is_small(inputs, size):
-        return forms.chunk(q, k, v, decays, enters, options)
-    run = _operator if torch.compiler.is_compiling() else _run_eagerly
-    rest = options.normalize, size, options.return_state, wants_gradient(*inputs)
-    o, _, leaves, _ = run(*inputs, *rest)
+        o, _, leaves, _ = forms.chunk(inputs, *rest)
+    else:
+        run = _operator if torch.compiler.is_compiling() else _run_eagerly
+        o, _, leaves, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
         o = o.clone()  # the backward reads o, and a caller may modify the returned copy in place
     return o, by_direction(leaves)
@@ -69,8 +69,8 @@ def _is_small(inputs: ChunkInputs, size: int) -> bool:
     """Return whether a CPU computes the chunks at once, which is faster for few scores.
 
     Measured for selective decay, K = V = 64 and 3 heads: 1.8 times as fast for 2 samples of 64
-    tokens, 1.3 times for 2 of 197, as fast for 8 of 197, and 2 to 3 times slower for 2 of 512.
-    Gradients are left to tiles, because those of differences of sums lose precision.
+    tokens, 1.3 times for 2 of 197, half as fast for 8 of 197, and a third for 2 of 512. Gradients
+    are left to tiles, because those of differences of sums lose precision.
     """
     if torch.compiler.is_compiling() or inputs.k.device.type != "cpu":
         return False
@@ -89,14 +89,14 @@ def _decay_chunks(
     return_state: bool,
     saves_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the same as `attend`, block by block; the states before chunks are one tensor."""
+    """Compute `forms.chunk` block by block; the states before chunks are one tensor."""
     inputs = ChunkInputs(q, k, v, forward, backward, enters)
     o, row_sum, leaves, states = _results(inputs, normalize, size, return_state, saves_states)
     for where in _blocks(v, size):
         at, states_at = where
         with disable_autocast(q):  # a compiled program may call this under autocast
             part = inputs.block(*where)
-            made = attend(part, normalize, size, return_state, over_chunks=_in_batches)
+            made = forms.chunk(part, normalize, size, return_state, over_chunks=_in_batches)
         o[at] = made[0]
         if normalize != "none":
             row_sum[at] = made[1]
@@ -171,7 +171,9 @@ def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[T
     if torch.is_grad_enabled():  # second derivatives come from the plain functions
         given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
         learnt = [x for x in given if x is not None and x.requires_grad]
-        o, _, leaves, _ = attend(ChunkInputs(*given), ctx.normalize, ctx.size, ctx.return_state)
+        o, _, leaves, _ = forms.chunk(
+            ChunkInputs(*given), ctx.normalize, ctx.size, ctx.return_state
+        )
         made, dmade = ([o], [do]) if dleaves is None else ([o, leaves], [do, dleaves])
         found = torch.autograd.grad(made, learnt, dmade, create_graph=True, materialize_grads=True)
         rest = iter(found)

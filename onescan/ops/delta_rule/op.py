@@ -6,22 +6,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from onescan.checks import (
-    check_devices,
-    check_floating,
-    check_log_decay,
-    check_positive,
-    check_shapes,
-    check_whole,
-)
+from onescan.checks import check_log_decay, check_whole
 from onescan.ops.delta_rule import forms
 from onescan.ops.delta_rule.forms import Form, Inputs
 from onescan.ops.delta_rule.ranks import EnteringStates
 from onescan.ops.numerics import to_accumulation_dtype, zero_masked
-from onescan.ops.recurrence import Call, Implementation, Key, Recurrence, States
+from onescan.ops.recurrence import (
+    Call,
+    Implementation,
+    Key,
+    Recurrence,
+    States,
+    check_tensors,
+)
 from onescan.shapes import KeyValue, Values
-
-DECAYS = {3: "B T H", 4: "B T H K"}  # patterns of log_decay, by rank
 
 
 class DeltaState(NamedTuple):
@@ -112,24 +110,16 @@ class DeltaRule(Recurrence):
         q, k, v, beta, log_decay, *_ = call.inputs
         keep, carried = call.layout.keep, call.carried
         check_whole(1, chunk_size=call.options.chunk_size)
-        given = {} if log_decay is None else {"log_decay": log_decay}
-        check_floating(q=q, k=k, v=v, beta=beta, **given, **carried)
-        check_devices(q=q, k=k, v=v, beta=beta, keep=keep, **given, **carried)
-        if log_decay is not None and log_decay.ndim not in DECAYS:
-            raise ValueError(
-                f"log_decay has shape {tuple(log_decay.shape)}, expected 'B T H' or 'B T H K'"
-            )
-        updates = "R " if k.ndim > q.ndim else ""
-        sizes = check_shapes(
+        updates = "R " if getattr(k, "ndim", 0) > q.ndim else ""
+        check_tensors(
+            keep,
             q=(q, "B T H K"),
             k=(k, f"B T {updates}H K"),
             v=(v, f"B T {updates}H V"),
             beta=(beta, f"B T {updates}H"),
-            log_decay=(log_decay, "" if log_decay is None else DECAYS[log_decay.ndim]),
-            keep=(keep, "B T"),
+            log_decay=(log_decay, ("B T H", "B T H K")),
             **{name: (x, "B H K V") for name, x in carried.items()},
         )
-        check_positive(**{letter: sizes[letter] for letter in f"T{updates}HKV" if letter != " "})
 
     def form_of(self, call: Call, form: str, backend: str) -> str:
         if form != "auto":
@@ -179,8 +169,8 @@ class DeltaRule(Recurrence):
         inputs, layout = call.inputs, call.layout
         none = inputs.q.new_zeros(1, 1, 1, 1)
         forward, backward = (none if x is None else x for x in (inputs.log_decay, inputs.backward))
-        if layout.starts is not None:
-            forward = torch.where(layout.starts[:, :, None, None], -torch.inf, forward)
-        if layout.ends is not None:
-            backward = torch.where(layout.ends[:, :, None, None], -torch.inf, backward)
+        if (starts := layout.starts) is not None:
+            forward = torch.where(starts[:, :, None, None], -torch.inf, forward)
+        if (ends := layout.ends) is not None:
+            backward = torch.where(ends[:, :, None, None], -torch.inf, backward)
         return inputs._replace(log_decay=forward, backward=backward)
