@@ -25,10 +25,10 @@ from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
 # Tuned on a CPU. Plain functions are faster for few elements of k or q:
-LEAST = 1 << 15  # per sample, for any number of samples, and
+LEARNING = 1 << 16  # per sample, with gradients
+LEAST = 1 << 15  # per sample, without gradients, for any number of samples, and
 LARGE = 1 << 18  # per sample, for at most
-MOST = 1 << 21  # of all samples, or
-MOST_LEARNING = 3 << 17  # of all samples with gradients, because of their memory
+MOST = 1 << 21  # of all samples
 TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
@@ -62,8 +62,10 @@ def _run(
         return function(*inputs)  # return early, because comparisons specialize symbolic lengths
     given = [x for x in inputs if x is not None]
     numbers, of_sample = given[0].numel(), given[0][:1].numel()
-    most = MOST_LEARNING if wants_gradient(*given) else MOST
-    is_small = of_sample < LEAST or (numbers < most and of_sample < LARGE and not is_lean)
+    if wants_gradient(*given):
+        is_small = of_sample < LEARNING and not is_lean
+    else:
+        is_small = of_sample < LEAST or (numbers < MOST and of_sample < LARGE)
     if is_small or needs_plain_functions(*given) or not can_look_at_values(given[0]):
         return function(*inputs)
     return in_tiles.apply(*inputs)
