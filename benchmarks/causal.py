@@ -85,9 +85,11 @@ def our_config(name: str, model_size: str, max_tokens: int) -> CausalLMConfig:
     shape = SHAPES[model_size]
     heads = shape.num_heads
     mixers = {
-        "lightnet": LightNetMixerConfig(num_heads=heads, causal=True, gate_rank=shape.gate_rank),
+        "lightnet": LightNetMixerConfig(
+            num_heads=heads, direction="forward", gate_rank=shape.gate_rank
+        ),
         "lion_s": LionMixerConfig(num_heads=heads, direction="forward"),
-        "softmax": SoftmaxMixerConfig(num_heads=heads, causal=True),
+        "softmax": SoftmaxMixerConfig(num_heads=heads, direction="forward"),
     }
     positions = {
         "lightnet": ToeplitzPositionConfig(),

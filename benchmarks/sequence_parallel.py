@@ -48,7 +48,7 @@ LIGHTNET = CausalLMConfig(
     vocab_size=258,
     width=32,
     depth=2,
-    mixer=LightNetMixerConfig(num_heads=2, causal=True, gate_rank=16),
+    mixer=LightNetMixerConfig(num_heads=2, direction="forward", gate_rank=16),
     position=ToeplitzPositionConfig(hidden_states=16),
 )
 LION_S = replace(LIGHTNET, mixer=LionMixerConfig(num_heads=2, direction="forward"), position=None)

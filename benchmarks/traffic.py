@@ -198,7 +198,8 @@ def _softmax(s: Sizes) -> float:
 LAYERS = {
     "LightNet": Layer(lambda heads: LightNetMixerConfig(num_heads=heads), _additive),
     "LightNet, causal": Layer(
-        lambda heads: LightNetMixerConfig(num_heads=heads, causal=True), _both(_causal_additive)
+        lambda heads: LightNetMixerConfig(num_heads=heads, direction="forward"),
+        _both(_causal_additive),
     ),
     "LION-s": Layer(lambda heads: LionMixerConfig(num_heads=heads), _both(_decay)),
     "LION-s natural, on an image": Layer(
@@ -217,11 +218,11 @@ LAYERS = {
         _both(_gated_delta),
     ),
     "sliding window, causal": Layer(
-        lambda heads: SoftmaxMixerConfig(num_heads=heads, causal=True, window=WINDOW),
+        lambda heads: SoftmaxMixerConfig(num_heads=heads, direction="forward", window=WINDOW),
         _both(_window),
     ),
     "softmax, causal": Layer(
-        lambda heads: SoftmaxMixerConfig(num_heads=heads, causal=True), _both(_softmax)
+        lambda heads: SoftmaxMixerConfig(num_heads=heads, direction="forward"), _both(_softmax)
     ),
     "MD-TPE on text": Layer(
         lambda _: ToeplitzPositionConfig(hidden_states=HIDDEN_STATES),

@@ -66,7 +66,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
     """Build a config of class `cls` from the output of `to_dict`.
 
-    Missing fields take their defaults. An int is accepted for a float, and a list for a tuple.
+    Missing fields take their defaults. An int is accepted for a float, a list for a tuple, and
+    fields that earlier versions stored for today's.
 
     Raises:
         ValueError: If a field is unknown or missing, a value has the wrong type, or a "type" is not
@@ -177,6 +178,7 @@ def _unknown(name: Any) -> str:
 
 
 def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
+    data = _translated(cls.__name__, data)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     _check_names([name for name in data if name != "type"], fields, path)
     hints, values = get_type_hints(cls), {}
@@ -186,6 +188,28 @@ def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
         elif dataclasses.MISSING is field.default is field.default_factory:
             raise ValueError(f"{_join(path, name)} is missing, expected {_type_name(hints[name])}")
     return cls(**values)
+
+
+# Versions before 0.20 stored other fields of some classes, which folders still contain.
+
+
+def _translated(name: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a class, with those of earlier versions in today's vocabulary.
+
+    >>> _translated("SoftmaxMixerConfig", {"causal": True})
+    {'direction': 'forward'}
+    """
+    fields = dict(data)
+    if name in CAUSAL_BEFORE and isinstance(fields.get("causal"), bool) and "direction" not in data:
+        fields["direction"] = "forward" if fields.pop("causal") else "both"
+    if name in GATED_BEFORE and isinstance(fields.get("gate"), bool):
+        activation = fields.pop("gate_activation", GATED_BEFORE[name])
+        fields["gate"] = activation if fields["gate"] else "none"
+    return fields
+
+
+CAUSAL_BEFORE = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
+GATED_BEFORE = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}  # the activation
 
 
 def _convert(value: Any, member: Any, path: str) -> Any:

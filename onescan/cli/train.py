@@ -38,15 +38,16 @@ COMMON = (
 )
 MAX_SEED = 2**32
 USAGE = """\
-usage: onescan train RECIPE [OPTIONS]
+usage: onescan train RECIPE [--import FILE.py] [OPTIONS]
        onescan train --config FILE [--import FILE.py] [OPTIONS]
 
 Train a recipe, or resume an interrupted run, and write a report.
 
 onescan recipes lists the recipes. RECIPE/ABLATION is an ablation from the papers, and
 FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
---model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ...;
-NAME_hybrid keeps or adds softmax attention in every fourth block.
+--model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ..., or one
+of your own that FILE.py registers; NAME_hybrid keeps or adds softmax attention in every fourth
+block.
 onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
 Often used:
   --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,
@@ -178,11 +179,11 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     from onescan import zoo
     from onescan.checkpoint.run_folder import CONFIG
     from onescan.experiments.recipes import find_recipe
-    from onescan.experiments.recipes.files import import_file
     from onescan.experiments.recipes.mixers import check_mixer_options, with_mixer
     from onescan.experiments.training.folder import read_manifest
 
     if argv[0] != "--config":
+        argv = _imported(argv, 1)
         recipe = find_recipe(argv[0])
         run, name, given = recipe(), argv[0], _given(argv)
         if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
@@ -195,10 +196,18 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
         raise ValueError(f"--config is '{file}', expected a run's {CONFIG} or folder")
-    while argv[2:3] == ["--import"] and argv[3:]:
-        import_file(argv[3])
-        argv = [*argv[:2], *argv[4:]]
+    argv = _imported(argv, 2)
     return read_manifest(folder).run, f"--config {file}", None, argv[2:]
+
+
+def _imported(argv: Argv, at: int) -> Argv:
+    """Import the files that follow the first `at` arguments; return the other arguments."""
+    from onescan.experiments.recipes.files import import_file
+
+    while argv[at : at + 1] == ["--import"] and argv[at + 1 :]:
+        import_file(argv[at + 1])
+        argv = [*argv[:at], *argv[at + 2 :]]
+    return argv
 
 
 def _results(results: "Sequence[RunResult]") -> str:

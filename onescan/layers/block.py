@@ -86,9 +86,7 @@ class Block(nn.Module):
         mixer_norm: NormName = "none" if mixer.normalizes_input else norm
         self.mixer_norm = build_norm(mixer_norm, width, affine=norm_affine, eps=norm_eps)
         self.mixer = mixer.build(width=width, axes=axes)
-        self.reads_embedding = mixer.reads_embedding
-        self.reads_lower_bound = mixer.reads_lower_bound
-        self.takes_cu_seqlens = mixer.takes_cu_seqlens
+        self.takes = mixer.takes
         self.mlp_norm = self.mlp = None
         if mlp is not None:
             eps = norm_eps if mlp_norm_eps is None else mlp_norm_eps
@@ -137,11 +135,11 @@ class Block(nn.Module):
         state: Any,
         lower_bound: LowerBound | None,
     ) -> tuple[Hidden, Any]:
-        extra: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
-        bound: dict[str, Any] = {"lower_bound": lower_bound} if self.reads_lower_bound else {}
+        extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
+        bound: dict[str, Any] = {"lower_bound": lower_bound} if "lower_bound" in self.takes else {}
         is_pre = self.norm_position == "pre"
         y = self.mixer_norm(x) if is_pre else x
-        if documents is not None and self.takes_cu_seqlens:
+        if documents is not None and "cu_seqlens" in self.takes:
             packing = documents.packing
             y, _ = self._call_mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
         elif documents is None:
@@ -212,8 +210,8 @@ class ConditionedBlock(Block):
         embedding: Hidden | None,
         lower_bound: LowerBound | None,
     ) -> Hidden:
-        extra: dict[str, Any] = {"embedding": embedding} if self.reads_embedding else {}
-        if self.reads_lower_bound:
+        extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
+        if "lower_bound" in self.takes:
             extra["lower_bound"] = lower_bound
         shift, scale, gate, *of_mlp = self.modulation(condition)
         x = x + gate * self._mix(modulate(self.mixer_norm(x), shift, scale), grid, **extra)

@@ -31,7 +31,7 @@ class CausalLMConfig(TokenNetworkConfig):
     """Config of causal language models: LightNet by default; LION-s, GPT-2 by changing fields."""
 
     mixer: MixerConfig = field(
-        default_factory=lambda: LightNetMixerConfig(num_heads=8, causal=True)
+        default_factory=lambda: LightNetMixerConfig(num_heads=8, direction="forward")
     )
     tie_embeddings: bool = True
     """Share the weights of the token embedding and the output layer."""
@@ -109,7 +109,7 @@ class CausalLM(nn.Module):
     """TokenNetwork -> linear output layer, which may share the embedding's weights.
 
     >>> model = CausalLMConfig(vocab_size=11, width=24, depth=1, mixer=LightNetMixerConfig(
-    ...     num_heads=2, causal=True)).build().eval()
+    ...     num_heads=2, direction="forward")).build().eval()
     >>> tokens = torch.randint(11, (2, 9))
     >>> logits, state = model(tokens)
     >>> logits.shape

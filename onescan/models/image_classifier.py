@@ -250,9 +250,9 @@ class ImageClassifier(nn.Module):
         """Read the next frames of a video, or the next rows of an image, in constant memory.
 
         Only for causal models without prefix tokens, for example `pool="mean"` with
-        `LightNetMixerConfig(causal=True)`, and without positions or with one-directional MD-TPE. In
-        blockwise causal models, such as those with `LightNetMixerConfig(causal_block=n)`, each part
-        must consist of whole blocks.
+        `LightNetMixerConfig(direction="forward")`, and without positions or with one-directional
+        MD-TPE. In blockwise causal models, such as those with
+        `LightNetMixerConfig(causal_block=n)`, each part must consist of whole blocks.
 
         Args:
             images: The next part along the first axis, [B, channels, *sides].
@@ -268,7 +268,7 @@ class ImageClassifier(nn.Module):
 
         >>> config = ImageClassifierConfig(
         ...     image_size=(8, 32, 32), patch_size=(1, 8, 8), width=48, depth=2, pool="mean",
-        ...     mixer=LightNetMixerConfig(causal=True),
+        ...     mixer=LightNetMixerConfig(direction="forward"),
         ... )
         >>> model, state = config.build(), None
         >>> for frame in torch.zeros(1, 3, 8, 32, 32).split(1, dim=2):

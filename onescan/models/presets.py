@@ -252,7 +252,7 @@ _GATED_DELTANET = _Family(
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
 # Table 3 gives XL/2 672M parameters, but Table 14 680M: the difference is the output gate.
 _LIGHTNET_DIT_NO_GATE = _Family(
-    replace(DenoiserConfig(), {"mixer.gate": False}), "LightNet, arXiv:2405.21022, Table 3"
+    replace(DenoiserConfig(), {"mixer.gate": "none"}), "LightNet, arXiv:2405.21022, Table 3"
 )
 _DIT = _Family(
     DenoiserConfig(
@@ -274,7 +274,7 @@ def _two_scans(family: _Family) -> _Family:
 
 def _lightnet_lm(source: str) -> _Family:
     """Norms have no parameters; otherwise WikiText-103's model would not have 45.07 million."""
-    mixer = LightNetMixerConfig(causal=True, gate_rank=128)
+    mixer = LightNetMixerConfig(direction="forward", gate_rank=128)
     return _Family(
         CausalLMConfig(vocab_size=50272, mixer=mixer, norm="simple_rms"),
         f"LightNet, arXiv:2405.21022, {source}",
@@ -289,8 +289,10 @@ _HYBRID_LM = _Family(
         _LM_WIKITEXT.config,
         {
             "mixer": HybridMixerConfig(
-                linear=LightNetMixerConfig(causal=True),
-                attention=SoftmaxMixerConfig(causal=True, window=256, bias=False, rotary=True),
+                linear=LightNetMixerConfig(direction="forward"),
+                attention=SoftmaxMixerConfig(
+                    direction="forward", window=256, bias=False, rotary=True
+                ),
                 period=3,
             )
         },
@@ -326,7 +328,7 @@ def _wikitext(mixer: MixerConfig) -> _Family:
     )
 
 
-_TRANSFORMER_LM = _wikitext(SoftmaxMixerConfig(causal=True))
+_TRANSFORMER_LM = _wikitext(SoftmaxMixerConfig(direction="forward"))
 _LINEAR_LM = _wikitext(
     LionMixerConfig(feature_map="elu_plus_one", decay=NoDecayConfig(), direction="forward")
 )
@@ -343,7 +345,7 @@ _TNL_LM = _Family(
 _LLAMA = _Family(
     CausalLMConfig(
         vocab_size=50272,
-        mixer=SoftmaxMixerConfig(causal=True, bias=False, rotary=True),
+        mixer=SoftmaxMixerConfig(direction="forward", bias=False, rotary=True),
         mlp=GLUConfig(multiple_of=256),
         position=None,
         norm="rms",
@@ -360,7 +362,9 @@ def _gpt2(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
 
 
 _LION_LM = _gpt2(LionMixerConfig(direction="forward"), None)
-_GPT2 = _gpt2(SoftmaxMixerConfig(causal=True), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS))
+_GPT2 = _gpt2(
+    SoftmaxMixerConfig(direction="forward"), TokenPositionConfig(max_tokens=GPT2_MAX_TOKENS)
+)
 # Linear attention, arXiv:2006.16236, has no decay to encode positions with.
 _LINEAR_GPT2 = _gpt2(
     replace(LINEAR_TRANSFORMERS["linear_attention_scaled"], {"direction": "forward"}),

@@ -39,7 +39,7 @@ class SequenceDecoderConfig(ModelConfig):
     depth: int = 2
     """Number of layers."""
     mixer: MixerConfig = field(
-        default_factory=lambda: LinearDiffusionMixerConfig(num_heads=3, causal=True)
+        default_factory=lambda: LinearDiffusionMixerConfig(num_heads=3, direction="forward")
     )
     """Causal layer that mixes information between tokens."""
     mlp: MLPConfig | None = None

@@ -2,26 +2,18 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole
 from onescan.layers.basic import NormName
 from onescan.layers.decays import DECAYS, NoDecayConfig
-from onescan.layers.mixers.contract import Mixer, MixerConfig, ScanName, masked
-from onescan.layers.mixers.delta_rule import DeltaRuleMixer, DeltaRuleMixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig, ScanName
+from onescan.layers.mixers.delta_rule import DeltaRuleMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
+from onescan.layers.mixers.linear_attention import LinearAttention
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
-from onescan.layers.mixers.lion import LionMixer, LionMixerConfig
+from onescan.layers.mixers.lion import LionMixerConfig
 from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
-from onescan.ops.additive_decay import read as read_additive
-from onescan.ops.additive_decay import write as write_additive
-from onescan.ops.decay_attention import read as read_decay
-from onescan.ops.decay_attention import write as write_decay
-from onescan.ops.delta_rule import read as read_delta
-from onescan.ops.delta_rule import write as write_delta
-from onescan.ops.lrpe import lrpe_angles
-from onescan.shapes import Grid, Keep
 
 
 class AttentionLayer(nn.Module):
@@ -93,11 +85,15 @@ class AttentionLayer(nn.Module):
         if self.causal:
             raise ValueError("context was given to a causal layer, expected causal=False")
         self.check_context(context_shape)
-        keys = None
+        grids = None
         if context_shape is not None:
-            keys = grid_of(context.shape[1], context_shape, self.axes, 0, name="context_shape")
-        keep = keep_of(key_padding_mask, context)
-        return self._read(x, masked(context, keep), grid, keys, keep)
+            of_context = grid_of(
+                context.shape[1], context_shape, self.axes, 0, name="context_shape"
+            )
+            grids = grid, of_context
+        keep, mixer = keep_of(key_padding_mask, context), self.mixer
+        assert isinstance(mixer, LinearAttention)
+        return mixer.read_context(x, context, grids=grids, keep=keep)
 
     def check_context(self, context_shape: Any) -> None:
         """Raise ValueError if the layer does not define cross-attention, or not with positions."""
@@ -106,11 +102,6 @@ class AttentionLayer(nn.Module):
                 f"context_shape is {context_shape}, expected None: {type(self).__name__} does not "
                 "encode positions in cross-attention"
             )
-
-    def _read(
-        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
-    ) -> Tensor:
-        raise NotImplementedError
 
 
 class LightNetAttention(AttentionLayer):
@@ -146,31 +137,17 @@ class LightNetAttention(AttentionLayer):
         gate: bool = True,
     ) -> None:
         config = LightNetMixerConfig(
-            num_heads=num_heads, causal=causal, lrpe=lrpe, norm=norm, gate=gate
+            num_heads=num_heads,
+            direction="forward" if causal else "both",
+            lrpe=lrpe,
+            norm=norm,
+            gate="sigmoid" if gate else "none",
         )
         super().__init__(config, dim, axes)
 
     def check_context(self, context_shape: Any) -> None:
         if context_shape is not None and not self.mixer.config.lrpe:
             raise ValueError(f"context_shape is {context_shape} with lrpe=False, expected None")
-
-    def _read(
-        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
-    ) -> Tensor:
-        mixer = self.mixer
-        heads = mixer.config.num_heads
-        q, _, _, *gate = mixer.in_proj(x).split(mixer.in_widths, dim=-1)
-        _, k, v, *_ = mixer.in_proj(context).split(mixer.in_widths, dim=-1)
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        at: list[Tensor | None] = [None, None]
-        if keys is not None:
-            at = [lrpe_angles(y.shape, mixer.theta, prefix=y.prefix) for y in (grid, keys)]
-        state = write_additive(k, v, angles=at[1], keep=keep)
-        o = read_additive(q, state, angles=at[0], feature_map="silu")
-        o = mixer.norm(o.flatten(-2))
-        if gate:
-            o = o * torch.sigmoid(mixer.gate_proj(gate[0]))
-        return mixer.out_proj(o)
 
 
 class LionAttention(AttentionLayer):
@@ -191,8 +168,6 @@ class LionAttention(AttentionLayer):
         scan: "flat" decays along the row-major order; "natural" averages one scan along each axis
             and requires causal=False.
     """
-
-    mixer: LionMixer
 
     def __init__(
         self,
@@ -223,18 +198,6 @@ class LionAttention(AttentionLayer):
             )
         super().check_context(context_shape)
 
-    def _read(
-        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
-    ) -> Tensor:
-        mixer = self.mixer
-        heads = mixer.config.num_heads
-        q = mixer.in_proj(x).chunk(3, dim=-1)[0]
-        _, k, v = mixer.in_proj(context).chunk(3, dim=-1)
-        q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
-        q, k = mixer.feature_map(q) * mixer.key_width**-0.5, mixer.feature_map(k)
-        o = read_decay(q, write_decay(k, v, keep=keep), normalize="sum")
-        return mixer.out_proj(mixer.norm(o.flatten(-2)))
-
 
 class DeltaAttention(AttentionLayer):
     """DeltaNet: a memory in which each token overwrites the value stored under its key; O(T).
@@ -255,8 +218,6 @@ class DeltaAttention(AttentionLayer):
             `onescan.layers.decays.DECAYS` of a decay that does not change keys.
     """
 
-    mixer: DeltaRuleMixer
-
     def __init__(
         self,
         dim: int,
@@ -275,17 +236,6 @@ class DeltaAttention(AttentionLayer):
             decay=DECAYS[decay](),
         )
         super().__init__(config, dim, axes)
-
-    def _read(
-        self, x: Tensor, context: Tensor, grid: Grid, keys: Grid | None, keep: Keep | None
-    ) -> Tensor:
-        mixer = self.mixer
-        q, _, _ = mixer.heads(mixer.in_proj(x))
-        _, k, v = mixer.heads(mixer.in_proj(context))
-        beta, log_decay = mixer.beta(context), mixer.log_decay(context)
-        state = write_delta(k, v, beta, log_decay, keep=keep)
-        o = read_delta(q, state)
-        return mixer.out_proj(mixer.norm(o.flatten(-2)))
 
 
 class LinearDiffusion(AttentionLayer):
@@ -316,7 +266,10 @@ class LinearDiffusion(AttentionLayer):
         norm: NormName = "none",
     ) -> None:
         config = LinearDiffusionMixerConfig(
-            num_heads=num_heads, causal=causal, separable=separable, norm=norm
+            num_heads=num_heads,
+            direction="forward" if causal else "both",
+            separable=separable,
+            norm=norm,
         )
         super().__init__(config, dim, axes)
 

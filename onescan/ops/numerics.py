@@ -153,9 +153,9 @@ def logcumsumexp(x: Tensor) -> Tensor:
 
     Unlike torch.logcumsumexp, its gradient is fast, and its second derivatives are not NaN.
     """
-    # compilers cannot trace a function with a jvp
-    function = _LogCumSumExp if torch.compiler.is_compiling() else _LogCumSumExpForwardMode
-    return function.apply(x)
+    if torch.compiler.is_compiling():  # compilers cannot trace a function with a jvp
+        return _LogCumSumExp.apply(x)
+    return apply_function(_LogCumSumExpForwardMode, x)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
@@ -163,8 +163,9 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
     Unlike those of torch.logaddexp, its second derivatives are not NaN.
     """
-    function = _LogAddExp if torch.compiler.is_compiling() else _LogAddExpForwardMode
-    return function.apply(a, b)
+    if torch.compiler.is_compiling():
+        return _LogAddExp.apply(a, b)
+    return apply_function(_LogAddExpForwardMode, a, b)
 
 
 class _BroadcastDivide(torch.autograd.Function):

@@ -16,12 +16,12 @@ LIGHTNET = CausalLMConfig(
     vocab_size=13,
     width=24,
     depth=2,
-    mixer=LightNetMixerConfig(num_heads=3, causal=True),
+    mixer=LightNetMixerConfig(num_heads=3, direction="forward"),
     position=ToeplitzPositionConfig(hidden_states=4),
 )
 SOFTMAX = dataclasses.replace(
     LIGHTNET,
-    mixer=SoftmaxMixerConfig(num_heads=3, causal=True),
+    mixer=SoftmaxMixerConfig(num_heads=3, direction="forward"),
     position=TokenPositionConfig(max_tokens=20),
 )
 

@@ -28,9 +28,11 @@ SMALL = {"vocab_size": VOCABULARY, "width": WIDTH, "depth": 2, "init_std": 0.2}
 TPE = ToeplitzPositionConfig(hidden_states=4)
 PLACES = TokenPositionConfig(max_tokens=40)
 CAUSAL = {
-    "lightnet": {"mixer": LightNetMixerConfig(num_heads=3, causal=True), "position": TPE},
+    "lightnet": {"mixer": LightNetMixerConfig(num_heads=3, direction="forward"), "position": TPE},
     "lightnet own decay": {
-        "mixer": LightNetMixerConfig(num_heads=3, causal=True, decay_logits="offset", decay_rank=4),
+        "mixer": LightNetMixerConfig(
+            num_heads=3, direction="forward", decay_logits="offset", decay_rank=4
+        ),
         "position": None,
     },
     "lion": {"mixer": LionMixerConfig(num_heads=3, direction="forward"), "position": None},
@@ -38,12 +40,14 @@ CAUSAL = {
     "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
     "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
     "ldn": {
-        "mixer": LinearDiffusionMixerConfig(num_heads=3, causal=True, sigmas=(1.0,), max_sigma=2.0),
+        "mixer": LinearDiffusionMixerConfig(
+            num_heads=3, direction="forward", sigmas=(1.0,), max_sigma=2.0
+        ),
         "mlp": None,
         "position": PLACES,
     },
     "gpt2": {
-        "mixer": SoftmaxMixerConfig(num_heads=3, causal=True),
+        "mixer": SoftmaxMixerConfig(num_heads=3, direction="forward"),
         "mlp": MLPConfig(),
         "position": PLACES,
     },
@@ -82,8 +86,8 @@ OPTIONS = {
     },
     "hybrid": {
         "mixer": HybridMixerConfig(
-            linear=LightNetMixerConfig(num_heads=3, causal=True),
-            attention=SoftmaxMixerConfig(num_heads=2, causal=True, window=3, rotary=True),
+            linear=LightNetMixerConfig(num_heads=3, direction="forward"),
+            attention=SoftmaxMixerConfig(num_heads=2, direction="forward", window=3, rotary=True),
             period=2,
         ),
         "position": None,

@@ -56,7 +56,7 @@ LENGTHS = (1, 6, 131)  # below a chunk, and more than two of the position's 64
 CAUSAL = {
     "lightnet": {
         "mixer": LightNetMixerConfig(
-            num_heads=2, causal=True, chunk_size=CHUNK, decay_logits="offset", decay_rank=4
+            num_heads=2, direction="forward", chunk_size=CHUNK, decay_logits="offset", decay_rank=4
         ),
         "position": TPE,
     },
@@ -92,23 +92,23 @@ CAUSAL = {
         "position": None,
     },
     "ldn": {
-        "mixer": LinearDiffusionMixerConfig(num_heads=2, causal=True, **NEAR),
+        "mixer": LinearDiffusionMixerConfig(num_heads=2, direction="forward", **NEAR),
         "mlp": None,
         "position": PLACES,
     },
     "gpt2": {
-        "mixer": SoftmaxMixerConfig(num_heads=2, causal=True),
+        "mixer": SoftmaxMixerConfig(num_heads=2, direction="forward"),
         "mlp": MLPConfig(),
         "position": PLACES,
     },
     "window": {
-        "mixer": SoftmaxMixerConfig(num_heads=2, causal=True, window=5, rotary=True),
+        "mixer": SoftmaxMixerConfig(num_heads=2, direction="forward", window=5, rotary=True),
         "position": None,
     },
 }
 HYBRID = {
     "mixer": HybridMixerConfig(
-        linear=LightNetMixerConfig(num_heads=2, causal=True, chunk_size=CHUNK),
+        linear=LightNetMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
         attention=CAUSAL["window"]["mixer"],
         period=2,
     ),
@@ -300,7 +300,7 @@ def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced, caplog):
         pytest.param(BOTH["lion"], id="lion"),
         pytest.param(CAUSAL["delta"], id="delta", marks=pytest.mark.slow),
         pytest.param(  # chunks of several blocks; the others have one
-            {"mixer": LightNetMixerConfig(num_heads=2, causal=True), "position": None},
+            {"mixer": LightNetMixerConfig(num_heads=2, direction="forward"), "position": None},
             id="lightnet, default chunks",
             marks=pytest.mark.slow,
         ),

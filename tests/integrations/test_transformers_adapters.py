@@ -22,7 +22,7 @@ pytestmark = [
     # PEFT and TRL use older names of transformers
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
-WIDE = LightNetMixerConfig(num_heads=2, causal=True)
+WIDE = LightNetMixerConfig(num_heads=2, direction="forward")
 LORA = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 PAGE = Path(__file__).parents[2] / "docs/howto/fine_tune.md"
 PAIRS = {"prompt": ["the cat"] * 4, "chosen": [" sat"] * 4, "rejected": [" dog"] * 4}

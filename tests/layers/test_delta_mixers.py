@@ -238,7 +238,7 @@ def test_natural_scans_are_averaged(config, direction):
 @pytest.mark.parametrize("direction", ["forward", "both"])
 def test_packed_sequences_equal_each_alone(config, direction):
     mixer = trained(replace(config, {"direction": direction, "conv_size": None}))
-    assert mixer.config.takes_cu_seqlens
+    assert "cu_seqlens" in mixer.config.takes
     x, sizes = tokens(1, 9), [2, 1, 6]
     packing = Packing(torch.tensor([0, 2, 3, 9], dtype=torch.int32), batch=1, tokens=9)
     y, _ = mixer(x, Grid((9,)), cu_seqlens=packing)
@@ -252,11 +252,11 @@ def test_any_decay_of_the_key_channels_or_heads_is_applied(name):
     config = DeltaRuleMixerConfig(decay=DECAYS[name](), direction="forward", norm="none")
     mixer, x = trained(config), tokens(1, 2)
     _, state = mixer(x[:, :1], Grid((1,)))
-    q, k, v = mixer.heads(mixer.in_proj(x))
+    q, k, v = mixer.qkv(mixer.in_proj(x).split(mixer.qkv_widths, dim=-1), None)
     log_decay = mixer.log_decay(x)[0, 1]
     decay = (log_decay if log_decay.ndim == 2 else log_decay[:, None]).exp()
     beta, k, v = mixer.beta(x)[0, 1, 0], k[0, 1, 0], v[0, 1, 0]
-    kv = erased(decay[..., None] * state.kv[0], beta, k) + written(beta, k, v)
+    kv = erased(decay[..., None] * state.attention.kv[0], beta, k) + written(beta, k, v)
     expected = mixer.out_proj(torch.einsum("hkv,hk->hv", kv, q[0, 1]).flatten())
     torch.testing.assert_close(mixer(x, Grid((2,)))[0][0, 1], expected)
 

@@ -206,7 +206,9 @@ def test_attention_dropout_applies_to_attention_weights():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_softmax_of_feature_maps_is_the_formula(causal, tokens):
-    config = SoftmaxMixerConfig(num_heads=2, causal=causal, feature_map="shifted_silu")
+    config = SoftmaxMixerConfig(
+        num_heads=2, direction="forward" if causal else "both", feature_map="shifted_silu"
+    )
     mixer = config.build(width=12, axes=1).double()
     x = torch.randn(2, tokens, 12, dtype=torch.float64)
     q, k, v = (y.unflatten(-1, (2, 6)) for y in mixer.in_proj(x).chunk(3, dim=-1))

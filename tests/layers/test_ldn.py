@@ -173,7 +173,7 @@ def test_separable_diffusion_wants_the_grid_of_its_tokens(grid):
 @some_parts
 @pytest.mark.parametrize("fields", [{}, {"kernels": 2, "norm": "layer", "input_residual": True}])
 def test_causal_in_two_calls_equals_one_at_every_cut(on, fields):
-    mixer = built(causal=True, **dict(zip(PARTS, on, strict=True)), **fields)
+    mixer = built(direction="forward", **dict(zip(PARTS, on, strict=True)), **fields)
     assert mixer.config.is_causal
     x, h, keep = tokens(2, 9), tokens(2, 9), torch.rand(2, 9) < 0.8
     want, whole = mixer(h, Grid((9,)), keep=keep, embedding=x)
@@ -190,7 +190,7 @@ def test_causal_in_two_calls_equals_one_at_every_cut(on, fields):
 
 
 def test_a_causal_layer_reads_no_later_token():
-    mixer, h = built(causal=True), tokens(1, 9)
+    mixer, h = built(direction="forward"), tokens(1, 9)
     before, _ = mixer(h, Grid((9,)))
     h[:, 5:] += 1
     after, _ = mixer(h, Grid((9,)))
@@ -199,7 +199,7 @@ def test_a_causal_layer_reads_no_later_token():
 
 
 def test_a_state_stays_as_large_as_it_is_over_any_number_of_tokens():
-    mixer, state, sizes = built(causal=True), None, set()
+    mixer, state, sizes = built(direction="forward"), None, set()
     for _ in range(30):
         _, state = mixer(tokens(2, 1), Grid((1,)), state=state)
         parts = (*state.diffusion, *state.attention)
@@ -347,8 +347,14 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
         ({"activation": "relu"}, "activation 'relu' is unknown .*; available: gelu, silu, tanh"),
         ({"form": "chunk"}, "form 'chunk' is unknown; available: auto, dense, banded, fft"),
         (dict.fromkeys(PARTS, False), "are all False"),
-        ({"causal": True, "separable": True}, "causal=True goes with separable=False"),
-        ({"causal": True, "scheme": "crank_nicolson"}, "causal=True goes with .*scheme='explicit'"),
+        (
+            {"direction": "forward", "separable": True},
+            "direction='forward' goes with separable=False",
+        ),
+        (
+            {"direction": "forward", "scheme": "crank_nicolson"},
+            "direction='forward' goes with .*scheme='explicit'",
+        ),
         ({"form": "fft", "scheme": "crank_nicolson"}, "form is 'fft' with scheme='crank_nicolson'"),
     ],
 )
@@ -361,7 +367,7 @@ def test_impossible_fields_are_refused(fields, message):
 
 
 @pytest.mark.parametrize(
-    "mixer", [{"causal": True}, {"separable": True, "linear_attention": False}], ids=str
+    "mixer", [{"direction": "forward"}, {"separable": True, "linear_attention": False}], ids=str
 )
 def test_a_class_token_that_reads_no_patch_is_refused(mixer):
     config = small(mixer=LinearDiffusionMixerConfig(num_heads=2, **mixer), pool="class_token")
@@ -550,6 +556,6 @@ def test_no_first_widths_are_refused_by_name():
 
 
 def test_a_state_of_another_mixer_is_refused():
-    mixer = built(causal=True)
+    mixer = built(direction="forward")
     with pytest.raises(ValueError, match="state is an int"):
         unwrap(type(mixer).forward)(mixer, tokens(1, 2), Grid((2,)), state=3)

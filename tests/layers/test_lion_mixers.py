@@ -286,7 +286,7 @@ def test_a_causal_mixer_in_two_calls_equals_one_at_every_cut(row):
         first, state = mixer(x[:, :cut], Grid((cut,)), keep=keep[:, :cut])
         rest, state = mixer(x[:, cut:], Grid((7 - cut,)), keep=keep[:, cut:], state=state)
         torch.testing.assert_close(torch.cat([first, rest], dim=1), want)
-        torch.testing.assert_close(state.kv, whole.kv)
+        torch.testing.assert_close(state.attention.kv, whole.attention.kv)
 
 
 def mask(decay):

@@ -21,7 +21,7 @@ CONFIGS = {
     "mamba": replace(BOTH, {"direction": "forward"}),
     "backward": replace(BOTH, {"direction": "backward"}),
     "groups": replace(BOTH, {"num_heads": 3, "expand": 1, "conv_size": 2, "step_rank": 2}),
-    "bare": replace(BOTH, {"gate": False, "skip": False, "conv_size": 1}),
+    "bare": replace(BOTH, {"gate": "none", "skip": False, "conv_size": 1}),
 }
 over_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -78,7 +78,7 @@ def loop(mixer, x, keep=None):
             outputs = scan(ssm, inputs[::order])[::order]
             total = [a + b for a, b in zip(total, outputs, strict=True)]
         for t, y, both in zip(real, total, projected, strict=True):
-            gated = y * silu(both[inner:]) if config.gate else y
+            gated = y * silu(both[inner:]) if config.gate == "silu" else y
             out[row, t] = mixer.out_proj.weight @ gated
     return out
 

@@ -90,16 +90,19 @@ MIXERS = {
     },
     "softmax": {
         f"softmax, window {window}, causal {causal}": SoftmaxMixerConfig(
-            num_heads=HEADS, causal=causal, window=window, rotary=causal or window == 3
+            num_heads=HEADS,
+            direction="forward" if causal else "both",
+            window=window,
+            rotary=causal or window == 3,
         )
         for window in (None, 3, 40)
         for causal in (False, True)
     },
     "diffusion": {
         "both": DIFFUSION,
-        "causal": replace(DIFFUSION, {"causal": True, "norm": "rms"}),
+        "causal": replace(DIFFUSION, {"direction": "forward", "norm": "rms"}),
         "embedding": replace(DIFFUSION, {"input_residual": True, "linear_attention": False}),
-        "no diffusion": replace(DIFFUSION, {"diffusion": False, "causal": True}),
+        "no diffusion": replace(DIFFUSION, {"diffusion": False, "direction": "forward"}),
     },
 }
 GRIDS = {

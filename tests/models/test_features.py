@@ -80,7 +80,7 @@ def test_intermediates_follow_the_blocks():
 MIXERS = {
     "lightnet": LightNetMixerConfig(num_heads=2),
     "lightnet offset": LightNetMixerConfig(num_heads=2, decay_logits="offset"),
-    "lightnet causal": LightNetMixerConfig(num_heads=2, causal=True),
+    "lightnet causal": LightNetMixerConfig(num_heads=2, direction="forward"),
     "lion": LionMixerConfig(num_heads=2),
     "lion fixed": LionMixerConfig(num_heads=2, decay=FixedDecayConfig()),
     "lion natural": LionMixerConfig(num_heads=2, scan="natural"),

@@ -33,8 +33,8 @@ from onescan.models.sequence_decoder import SequenceDecoderConfig
 LIGHTNET, SOFTMAX = LightNetMixerConfig(num_heads=3), SoftmaxMixerConfig(num_heads=2)
 HYBRID = HybridMixerConfig(linear=LIGHTNET, attention=SOFTMAX, period=3)
 CAUSAL = HybridMixerConfig(
-    linear=dataclasses.replace(LIGHTNET, causal=True),
-    attention=dataclasses.replace(SOFTMAX, causal=True),
+    linear=dataclasses.replace(LIGHTNET, direction="forward"),
+    attention=dataclasses.replace(SOFTMAX, direction="forward"),
     period=3,
 )
 WINDOW = configs.replace(CAUSAL, {"attention.window": 4})
@@ -184,8 +184,8 @@ def test_lower_bounds_reach_only_the_blocks_that_read_them():
     assert model.lower_bounds.logits.grad.abs().sum() > 0
     linear = LionMixerConfig(num_heads=3, decay=HGRN2DecayConfig(learned_lower_bound=True))
     mixer = HybridMixerConfig(linear=linear, attention=SOFTMAX, period=2)
-    assert mixer.reads_lower_bound
-    assert not HYBRID.reads_lower_bound
+    assert "lower_bound" in mixer.takes
+    assert "lower_bound" not in HYBRID.takes
 
 
 @pytest.mark.parametrize("condition", ["tokens", "adaln_zero"])

@@ -126,7 +126,7 @@ def test_a_state_does_not_grow_and_softmaxs_does(name):
 
 
 def test_causal_softmax_is_the_formula():
-    mixer = SoftmaxMixerConfig(num_heads=3, causal=True).build(width=WIDTH, axes=1).double()
+    mixer = SoftmaxMixerConfig(num_heads=3, direction="forward").build(width=WIDTH, axes=1).double()
     x, keep = torch.randn(2, 6, WIDTH, dtype=torch.float64), torch.rand(2, 6) < 0.7
     q, k, v = (y.unflatten(-1, (3, -1)) for y in mixer.in_proj(x).chunk(3, dim=-1))
     scores = torch.einsum("bthk,bshk->bhts", q, k) / (WIDTH / 3) ** 0.5
@@ -455,7 +455,7 @@ def test_a_state_of_another_model_is_refused():
             "position.bidirectional is True",
         ),
         (
-            MaskedLMConfig(**SMALL, mixer=LightNetMixerConfig(num_heads=3, causal=True)),
+            MaskedLMConfig(**SMALL, mixer=LightNetMixerConfig(num_heads=3, direction="forward")),
             "mixer is causal",
         ),
         (
@@ -473,8 +473,10 @@ def test_a_state_of_another_model_is_refused():
     ],
 )
 def test_impossible_configs_are_refused(config, message):
-    if config.mixer == LightNetMixerConfig(num_heads=8, causal=True):
-        config = dataclasses.replace(config, mixer=LightNetMixerConfig(num_heads=3, causal=True))
+    if config.mixer == LightNetMixerConfig(num_heads=8, direction="forward"):
+        config = dataclasses.replace(
+            config, mixer=LightNetMixerConfig(num_heads=3, direction="forward")
+        )
     with pytest.raises(ValueError, match=message):
         config.build()
 
@@ -506,10 +508,16 @@ def test_models_with_positions_depend_on_token_order(name):
 
 # Mixers whose positions are distances between tokens, besides those of every family.
 PLACED = {
-    "llama": {"mixer": SoftmaxMixerConfig(num_heads=3, causal=True, rotary=True), "position": None},
-    "window": {"mixer": SoftmaxMixerConfig(num_heads=3, causal=True, window=2), "position": None},
+    "llama": {
+        "mixer": SoftmaxMixerConfig(num_heads=3, direction="forward", rotary=True),
+        "position": None,
+    },
+    "window": {
+        "mixer": SoftmaxMixerConfig(num_heads=3, direction="forward", window=2),
+        "position": None,
+    },
     "lightnet without decay": {
-        "mixer": LightNetMixerConfig(num_heads=3, causal=True, decay=False),
+        "mixer": LightNetMixerConfig(num_heads=3, direction="forward", decay=False),
         "position": None,
     },
     "hgrn": {"mixer": HGRNMixerConfig(num_heads=3, direction="forward"), "position": None},
@@ -708,7 +716,7 @@ def test_blocks_beside_bidirectional_attention_are_refused():
 
 
 def test_a_state_is_refused_where_positions_are_read_in_both_directions():
-    mixer = LightNetMixerConfig(num_heads=3, causal=True)
+    mixer = LightNetMixerConfig(num_heads=3, direction="forward")
     model = SequenceClassifierConfig(**SMALL, mixer=mixer).build().network
     _, state = model(ids(1, 4))
     with pytest.raises(ValueError, match=r"position\.bidirectional=True, whose tokens"):

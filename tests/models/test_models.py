@@ -224,7 +224,7 @@ def test_drop_path_grows_to_the_last_block():
             "images has dtype torch.uint8",
         ),
         (
-            lambda: build("lightnet_tiny", **{"mixer.causal": True}),
+            lambda: build("lightnet_tiny", **{"mixer.direction": "forward"}),
             "the class token reads no patch",
         ),
     ],

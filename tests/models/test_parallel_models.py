@@ -28,7 +28,7 @@ from onescan.ops.collectives import sum_over_ranks
 
 B, T, VOCABULARY, WIDTH = 2, 13, 17, 12
 LIGHTNET = LightNetMixerConfig(num_heads=2)
-CAUSAL = LightNetMixerConfig(num_heads=2, causal=True)
+CAUSAL = LightNetMixerConfig(num_heads=2, direction="forward")
 TPE = ToeplitzPositionConfig(hidden_states=3)
 BOTH_TPE = ToeplitzPositionConfig(hidden_states=3, bidirectional=True)
 SMALL = {"width": WIDTH, "depth": 2, "position": TPE}

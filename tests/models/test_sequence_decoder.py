@@ -28,12 +28,15 @@ CONFIG = SequenceDecoderConfig(
     vocab_size=VOCABULARY,
     width=WIDTH,
     num_heads=4,
-    mixer=LinearDiffusionMixerConfig(num_heads=4, causal=True, max_sigma=8.5),
+    mixer=LinearDiffusionMixerConfig(num_heads=4, direction="forward", max_sigma=8.5),
     init_std=0.1,
 )
 MIXERS = {
     "linear_diffusion": {},
-    "lightnet": {"mixer": LightNetMixerConfig(num_heads=4, causal=True), "mlp": GLUConfig()},
+    "lightnet": {
+        "mixer": LightNetMixerConfig(num_heads=4, direction="forward"),
+        "mlp": GLUConfig(),
+    },
     "lion": {"mixer": LionMixerConfig(num_heads=4, direction="forward"), "mlp": GLUConfig()},
 }
 

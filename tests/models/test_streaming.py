@@ -27,23 +27,23 @@ from onescan.shapes import Grid
 WIDTH = 24
 SHAPES = [(5, 3), (3, 1), (4, 3, 2)]
 CAUSAL = {
-    "lightnet": LightNetMixerConfig(num_heads=3, causal=True),
+    "lightnet": LightNetMixerConfig(num_heads=3, direction="forward"),
     "lightnet, separate decay": LightNetMixerConfig(
-        num_heads=3, causal=True, decay_logits="independent"
+        num_heads=3, direction="forward", decay_logits="independent"
     ),
-    "lightnet, no decay": LightNetMixerConfig(num_heads=3, causal=True, decay=False),
+    "lightnet, no decay": LightNetMixerConfig(num_heads=3, direction="forward", decay=False),
     "lion": LionMixerConfig(direction="forward"),
     "lion, no normalization": LionMixerConfig(direction="forward", normalize="none"),
     "delta rule": DeltaRuleMixerConfig(direction="forward"),
     "lion, convolution": LionMixerConfig(direction="forward", conv_size=4, gate="silu"),
     "delta rule, convolution": DeltaRuleMixerConfig(direction="forward", conv_size=4, gate="silu"),
     "kda": KDAMixerConfig(direction="forward", gate_rank=4),
-    "lightnet, convolution": LightNetMixerConfig(num_heads=3, causal=True, conv_size=4),
+    "lightnet, convolution": LightNetMixerConfig(num_heads=3, direction="forward", conv_size=4),
     "hgrn": HGRNMixerConfig(direction="forward"),
     "mamba": MambaMixerConfig(direction="forward"),
     "rwkv6": RWKV6MixerConfig(direction="forward"),
-    "linear diffusion": LinearDiffusionMixerConfig(causal=True, separable=False),
-    "softmax": SoftmaxMixerConfig(causal=True),
+    "linear diffusion": LinearDiffusionMixerConfig(direction="forward", separable=False),
+    "softmax": SoftmaxMixerConfig(direction="forward"),
 }
 over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -100,7 +100,7 @@ def test_a_prefix_comes_first(name):
 
 
 def test_a_state_continues_whole_rows():
-    mixer = trained(LightNetMixerConfig(num_heads=3, causal=True), axes=2)
+    mixer = trained(LightNetMixerConfig(num_heads=3, direction="forward"), axes=2)
     _, state = mixer(tokens(1, 6), Grid((2, 3)))
     with pytest.raises(ValueError, match=r"state.position is 6 .* expected a multiple of 4"):
         mixer(tokens(1, 4), Grid((1, 4)), state=state)
@@ -114,7 +114,7 @@ VIDEO = ImageClassifierConfig(
     width=WIDTH,
     depth=2,
     pool="mean",
-    mixer=LightNetMixerConfig(num_heads=2, causal=True),
+    mixer=LightNetMixerConfig(num_heads=2, direction="forward"),
     position=ToeplitzPositionConfig(hidden_states=4),
     drop_path=0.0,
     init_std=0.3,

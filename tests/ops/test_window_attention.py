@@ -248,7 +248,7 @@ def test_windows_of_other_types_are_refused(window):
 
 
 def test_the_state_of_a_huge_window_is_refused():
-    config = SoftmaxMixerConfig(num_heads=HEADS, window=10**9, causal=True)
+    config = SoftmaxMixerConfig(num_heads=HEADS, window=10**9, direction="forward")
     with pytest.raises(ValueError, match=r"window is 1000000000, expected at most .* None"):
         config.build(width=WIDTH, axes=1)
     both = dataclasses.replace(config, causal=False).build(width=WIDTH, axes=1)  # has no state

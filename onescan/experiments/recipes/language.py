@@ -317,7 +317,7 @@ def shakespeare_gpt2() -> RunConfig:
 
     onescan train shakespeare_gpt2 --data.path FILE
     """
-    mixer = SoftmaxMixerConfig(num_heads=4, causal=True)
+    mixer = SoftmaxMixerConfig(num_heads=4, direction="forward")
     model = replace(SMALL_LM, mixer=mixer, **SOFTMAX)
     return _small("shakespeare_gpt2", model, LanguageModellingConfig())
 

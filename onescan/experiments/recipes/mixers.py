@@ -2,41 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from onescan import configs
 from onescan.checks import check_choice
 from onescan.experiments.training.config import RunConfig
-from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
-    LINEAR_TRANSFORMERS,
-    DeltaProductMixerConfig,
-    GatedDeltaNetMixerConfig,
+    DirectedMixerConfig,
     HybridMixerConfig,
-    KDAMixerConfig,
-    LightNetMixerConfig,
-    LionMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
+    mixer_named,
+    mixer_names,
 )
+from onescan.layers.mixers.registry import HYBRID
 from onescan.messages import named_type
 
-NAMED_MIXERS: Mapping[str, MixerConfig] = MappingProxyType(
-    {
-        "lightnet": LightNetMixerConfig(),
-        "lion_lit": LionMixerConfig(decay=NoDecayConfig()),
-        "lion_d": LionMixerConfig(decay=FixedDecayConfig()),
-        "lion_s": LionMixerConfig(),
-        "gated_deltanet": GatedDeltaNetMixerConfig(),
-        "kda": KDAMixerConfig(),
-        "delta_product": DeltaProductMixerConfig(),
-        "softmax": SoftmaxMixerConfig(),
-        **LINEAR_TRANSFORMERS,
-    }
-)
 KEPT = ("num_heads", "bias", "causal_block")
-HYBRID = "_hybrid"  # suffix of names
 
 
 def with_mixer(run: RunConfig, name: str) -> RunConfig:
@@ -44,21 +26,22 @@ def with_mixer(run: RunConfig, name: str) -> RunConfig:
 
     Args:
         run: Run to change.
-        name: Key of `NAMED_MIXERS`, for example "lion_s"; or "lion_s_hybrid" for LION-s with
+        name: One of `mixer_names`, for example "lion_s"; or "lion_s_hybrid" for LION-s with
             softmax attention in every fourth block, which is that of the run if it has any.
 
     Raises:
         ValueError: If there is no such name (names the closest), or the model has no mixer.
     """
-    hybrids = [base + HYBRID for base in NAMED_MIXERS]
-    check_choice("model.mixer", name, [*NAMED_MIXERS, *hybrids])
+    names = mixer_names()
+    check_choice("model.mixer", name, [*names, *(base + HYBRID for base in names)])
     base = name.removesuffix(HYBRID)
     old = getattr(run.model, "mixer", None)
     if not isinstance(old, MixerConfig):
         raise ValueError(
             f"model.mixer is {name!r}, but the model, {named_type(run.model)}, has no mixer"
         )
-    new = _like(NAMED_MIXERS[base], old.for_layer(0) if isinstance(old, HybridMixerConfig) else old)
+    similar = old.for_layer(0) if isinstance(old, HybridMixerConfig) else old
+    new = _like(mixer_named(base), similar)
     if base != name:
         new = HybridMixerConfig(linear=new, attention=_attention_of(old))
     return dataclasses.replace(run, model=configs.replace(run.model, {"mixer": new}))
@@ -72,7 +55,7 @@ def check_mixer_options(run: RunConfig, given: Mapping[str, str]) -> None:
         given: Values by dotted name, such as "model.mixer.num_heads".
     """
     for option, value in given.items():
-        having = [name for name, mixer in NAMED_MIXERS.items() if _has(mixer, option)]
+        having = [name for name in mixer_names() if _has(mixer_named(name), option)]
         if having and not _has(getattr(run.model, "mixer", None), option):
             raise ValueError(
                 f"{option} is {value!r}, but the model's mixer has no such setting; these have: "
@@ -103,8 +86,8 @@ def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
     changes: dict[str, Any] = {
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
     }
-    if hasattr(new, "direction"):
-        changes["direction"] = getattr(old, "direction", "forward" if old.is_causal else "both")
-    else:
-        changes["causal"] = old.is_causal
+    if isinstance(new, DirectedMixerConfig):
+        given = getattr(old, "direction", "both")
+        is_known = given in new.directions
+        changes["direction"] = given if is_known else "forward" if old.is_causal else "both"
     return dataclasses.replace(new, **changes)

@@ -75,8 +75,7 @@ def _recall(kind: str, *, causal: bool) -> RunConfig:
     model: CausalLMConfig | MaskedLMConfig = BIDIRECTIONAL
     if causal:
         model = CAUSAL
-        changes = {"direction": "forward"} if hasattr(mixer, "direction") else {"causal": True}
-        mixer = replace(mixer, **changes)
+        mixer = replace(mixer, direction="forward")
     return RunConfig(
         name=_name(kind, causal=causal),
         model=replace(model, mixer=mixer, mlp=mlp),

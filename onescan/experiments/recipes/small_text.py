@@ -17,7 +17,7 @@ SMALL_LM = CausalLMConfig(
     vocab_size=BYTES,
     width=SMALL_WIDTH,
     depth=SMALL_DEPTH,
-    mixer=replace(LIGHTNET, causal=True),
+    mixer=replace(LIGHTNET, direction="forward"),
     position=POSITION,
     init_std=SMALL_INIT_STD,
 )

@@ -249,7 +249,7 @@ def _order(model: ImageClassifier) -> str:
 def _coverage(model: ImageClassifier, lines: Sequence[DiffusionLine]) -> str:
     """Explain whether diffusion covers all tokens in the end."""
     config, noun = find(model, LinearDiffusionMixer)[0].config, lines[0].noun
-    others = f"every {noun} before it" if config.causal else f"every other {noun}"
+    others = f"every {noun} before it" if config.is_causal else f"every other {noun}"
     depth, enough = len(lines[0].learned), blocks_to_cover(lines)
     if enough is not None:
         text = f"Diffusion alone reaches {others} within {plural(enough, 'block')} of {depth}."
@@ -263,7 +263,7 @@ def _coverage(model: ImageClassifier, lines: Sequence[DiffusionLine]) -> str:
             f"Diffusion alone does not reach {others} within {plural(depth, 'block')}: it reaches "
             f"{limits} in all channels."
         )
-    before = " before it" * config.causal
+    before = " before it" * config.is_causal
     attention = f" Linear attention reads all tokens{before} in every block anyway."
     return text + attention * config.linear_attention
 

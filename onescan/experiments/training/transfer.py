@@ -149,7 +149,7 @@ class AttentionTransfer:
                 f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected "
                 f"{len(ours)}, as in the model, and at least one"
             )
-        if any(block.reads_embedding for block in ours):
+        if any("embedding" in block.takes for block in ours):
             raise ValueError(
                 "transfer is set, but model.mixer reads the embedding, which differs between "
                 "teacher and student; expected another mixer or transfer None"

@@ -178,12 +178,12 @@ def _lightnet(foreign: Foreign) -> MixerConfig:
     return LightNetMixerConfig(
         num_heads=num_heads,
         key_width=_head_width(keys, width, num_heads),
-        causal=True,
+        direction="forward",
         lrpe=False,
         norm=_norm(tensors, "g_norm"),
         # fla divides scores by the square root of the key width, onescan does not
         norm_eps=LIGHTNET_EPS * (keys // num_heads),
-        gate_activation="silu",
+        gate="silu",
         gate_rank=tensors.shape(f"{ATTENTION}.g_proj.0.weight")[0],
         **_convolution(foreign),
     )

@@ -96,7 +96,9 @@ RATIO = 4  # of the widths of GPT-2's MLP and its tokens
 
 GPT2 = Fields(
     base=CausalLMConfig(
-        mixer=SoftmaxMixerConfig(causal=True), mlp=MLPConfig(), position=TokenPositionConfig()
+        mixer=SoftmaxMixerConfig(direction="forward"),
+        mlp=MLPConfig(),
+        position=TokenPositionConfig(),
     ),
     names=GPT2_FIELDS,
     hidden="n_inner",

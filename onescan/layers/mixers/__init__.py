@@ -1,11 +1,11 @@
 """All mixers. `MIXERS` lists their configs by name, except for hybrids of two mixers."""
 
-from onescan.layers.mixers.contract import Mixer, MixerConfig
+from onescan.layers.mixers.conformance import check_mixer
+from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig
 from onescan.layers.mixers.delta_rule import (
     DeltaProductMixerConfig,
     DeltaRuleMixer,
     DeltaRuleMixerConfig,
-    DeltaRuleState,
     GatedDeltaNetMixerConfig,
     KDAMixerConfig,
 )
@@ -17,14 +17,20 @@ from onescan.layers.mixers.hgrn import (
 )
 from onescan.layers.mixers.hybrid import HybridMixerConfig
 from onescan.layers.mixers.hydra import HydraMixer, HydraMixerConfig
-from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig, LightNetState
+from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
+from onescan.layers.mixers.linear_attention import (
+    LinearAttention,
+    LinearAttentionConfig,
+    LinearAttentionState,
+)
 from onescan.layers.mixers.linear_diffusion import (
     LinearDiffusionMixer,
     LinearDiffusionMixerConfig,
     LinearDiffusionState,
 )
-from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig, LionState
+from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
 from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
+from onescan.layers.mixers.registry import mixer_named, mixer_names, register_mixer
 from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
 from onescan.layers.mixers.vision_rwkv import VisionRWKVMixerConfig
@@ -35,7 +41,7 @@ __all__ = [
     "DeltaProductMixerConfig",
     "DeltaRuleMixer",
     "DeltaRuleMixerConfig",
-    "DeltaRuleState",
+    "DirectedMixerConfig",
     "GatedDeltaNetMixerConfig",
     "HGRNMixer",
     "HGRNMixerConfig",
@@ -45,13 +51,14 @@ __all__ = [
     "KDAMixerConfig",
     "LightNetMixer",
     "LightNetMixerConfig",
-    "LightNetState",
+    "LinearAttention",
+    "LinearAttentionConfig",
+    "LinearAttentionState",
     "LinearDiffusionMixer",
     "LinearDiffusionMixerConfig",
     "LinearDiffusionState",
     "LionMixer",
     "LionMixerConfig",
-    "LionState",
     "LowerBounds",
     "MambaMixer",
     "MambaMixerConfig",
@@ -66,6 +73,10 @@ __all__ = [
     "SoftmaxState",
     "VisionRWKVMixerConfig",
     "build_lower_bounds",
+    "check_mixer",
+    "mixer_named",
+    "mixer_names",
+    "register_mixer",
 ]
 
 MIXERS: dict[str, type[MixerConfig]] = {

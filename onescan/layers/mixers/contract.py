@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,37 +38,17 @@ class MixerConfig(ABC):
         return self
 
     @property
-    def is_causal(self) -> bool:
-        """Whether each token reads only itself and earlier tokens."""
-        return False
-
-    @property
     def state_block(self) -> int | None:
         """Number of tokens per block. A call can continue from the state at the end of any block.
 
-        1 if causal, None if there is no state.
+        1 for causal mixers, which have a state after each token; None if there is no state.
         """
-        return 1 if self.is_causal else None
+        return None
 
     @property
-    def prefix_reads_grid(self) -> bool:
-        """Whether prefix tokens, such as a class token, read any other tokens."""
-        return not self.is_causal
-
-    @property
-    def normalizes_input(self) -> bool:
-        """Whether the mixer normalizes its input itself, so that its block needs no norm for it."""
-        return False
-
-    @property
-    def reads_embedding(self) -> bool:
-        """Whether the mixer's forward takes `embedding`, the tokens before the first block."""
-        return False
-
-    @property
-    def reads_lower_bound(self) -> bool:
-        """Whether the mixer's forward takes `lower_bound`, which models learn for each block."""
-        return False
+    def is_causal(self) -> bool:
+        """Whether each token reads only itself and earlier tokens."""
+        return self.state_block == 1
 
     @property
     def state_grows(self) -> bool:
@@ -76,11 +56,24 @@ class MixerConfig(ABC):
         return False
 
     @property
-    def takes_cu_seqlens(self) -> bool:
-        """Whether the mixer's forward takes `cu_seqlens`, the offsets of packed sequences.
+    def takes(self) -> frozenset[str]:
+        """Names of further arguments of the mixer's forward.
 
-        For mixers that do not, blocks regroup the sequences so that each row contains one.
+        "embedding" is the tokens before the first block, "lower_bound" the smallest decay of each
+        channel, which models learn for each block, and "cu_seqlens" the offsets of packed
+        sequences. For mixers that do not take the last, blocks regroup the sequences so that each
+        row contains one.
         """
+        return frozenset()
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        """Whether prefix tokens, such as a class token, read any other tokens."""
+        return self.state_block is None
+
+    @property
+    def normalizes_input(self) -> bool:
+        """Whether the mixer normalizes its input itself, so that its block needs no norm for it."""
         return False
 
     @property
@@ -123,9 +116,15 @@ class DirectedMixerConfig(MixerConfig, ABC):
     "alternating" switches between forward and backward from block to block, beginning with forward.
     """
 
+    directions: ClassVar[tuple[Direction, ...]] = get_args(Direction)
+
     @property
-    def is_causal(self) -> bool:
-        return self.direction == "forward"
+    def state_block(self) -> int | None:
+        return 1 if self.direction == "forward" else None
+
+    @property
+    def prefix_reads_grid(self) -> bool:
+        return self.direction != "forward" and self.state_block is None
 
     def for_layer(self, index: int) -> "DirectedMixerConfig":
         if self.direction != "alternating":
@@ -139,7 +138,7 @@ class DirectedMixerConfig(MixerConfig, ABC):
 
     def check_direction(self) -> None:
         """Raise ValueError for a direction that does not apply to a single mixer."""
-        check_choice("direction", self.direction, get_args(Direction))
+        check_choice("direction", self.direction, self.directions)
         if self.direction == "alternating":
             raise ValueError(
                 "direction is 'alternating', which describes a model and not one mixer of it: "

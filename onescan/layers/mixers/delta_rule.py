@@ -3,16 +3,15 @@
 The configs at the end are Gated DeltaNet, Kimi Delta Attention (KDA) and DeltaProduct.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS as NORM_EPS
-from onescan.layers.basic import Gate, NormName, build_norm
-from onescan.layers.convolution import ShortConvolution, Window
+from onescan.layers.basic import Gate, NormName
 from onescan.layers.decays import (
     DecayConfig,
     GatedDeltaNetDecayConfig,
@@ -20,50 +19,40 @@ from onescan.layers.decays import (
     LogDecay,
     NoDecayConfig,
 )
-from onescan.layers.mixers.contract import (
-    DirectedMixerConfig,
-    Mixer,
-    ScanName,
-    check_blocks,
-    flipped,
-    masked,
+from onescan.layers.mixers.linear_attention import (
+    ConvSize,
+    LinearAttention,
+    LinearAttentionConfig,
+    ScanOptions,
 )
-from onescan.layers.mixers.projections import Projections, merged_projections
-from onescan.layers.scans import SnakeScans
-from onescan.ops.delta_rule import DeltaState, Form, delta_rule
+from onescan.ops.delta_rule import DeltaState, Form, delta_rule, read, write
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.gating import gated
 from onescan.ops.numerics import safe_divide
-from onescan.ops.packing import Packing
-from onescan.ops.parallel import scan_group
 from onescan.shapes import (
     Grid,
     Hidden,
-    Keep,
     Keys,
     Queries,
     UpdateBetas,
     UpdateKeys,
     UpdateValues,
+    Values,
 )
 
 # Vectors shorter than this are treated as zero. The queries and keys of a blank patch have length
 # 0, so gradients of their normalization would explode.
 EPS = 1e-6
 
-# Sizes of the convolution "auto", which reads 3 neighbors on one side, or on both as in Hydra
-CAUSAL_CONV, CENTERED_CONV = 4, 7
-
 KeyNorm = Literal["l2", "sum"]
-ConvSize = int | Literal["auto"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaRuleMixerConfig(DirectedMixerConfig):
-    """DeltaNet: a memory in which each token overwrites the value stored under its key."""
+class DeltaRuleMixerConfig(LinearAttentionConfig):
+    """DeltaNet: a memory in which each token overwrites the value stored under its key.
 
-    key_width: int | None = None
-    """Query and key channels per head. None for width / num_heads."""
+    All scans have the same parameters.
+    """
+
     value_width: int | None = None
     """Value channels per head. None for value_expansion * width / num_heads."""
     value_expansion: int = 1
@@ -73,21 +62,6 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     decay: DecayConfig = field(default_factory=NoDecayConfig)
     """Decay of the state before a token's updates, per head or per key channel. Decays that change
     keys are not supported: the delta rule requires normalized keys."""
-    scan: ScanName = "flat"
-    """Scan tokens in row-major order ("flat"), or average one snake scan along each axis
-    ("natural"). All scans have the same parameters."""
-    causal_block: int | None = None
-    """Tokens per block of a blockwise causal mixer: each token reads its own block in both
-    directions, and all earlier blocks. For images and video that are generated block by block, such
-    as by rows or frames. There is a state after each block, and the convolution is causal. Requires
-    direction="both", scan="flat" and a grid without a prefix."""
-    conv_size: ConvSize = None
-    """Kernel size of a short convolution of queries, keys and values, before their activations. It
-    reads the current token and those before it in the mixer's direction. With direction="both", it
-    is centered and requires an odd size. None omits it; "auto" is the 4 of DeltaNet, or 7 with
-    direction="both"."""
-    conv_bias: bool = False
-    """Add a bias to the convolution."""
     feature_map: FeatureMapName = "silu"
     """Activation of queries and keys."""
     qk_norm: KeyNorm = "l2"
@@ -101,58 +75,21 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
     """Double beta, so that the eigenvalue 1 - beta of an update ranges from -1 to 1, as in
     arXiv:2411.12537."""
     norm: NormName = "rms"
-    """Norm of the output, computed over all heads together."""
-    norm_heads: bool = False
-    """Compute the norm over each head separately, with weights that all heads share."""
-    norm_eps: float = NORM_EPS
-    """Epsilon of the norm of the output."""
-    gate: Gate = "none"
-    """Activation of an output gate, which multiplies the normalized output."""
-    gate_rank: int | None = None
-    """Rank of the gate's projection; None is full rank."""
-    bias: bool = False
-    """Add biases to the projections."""
     form: Form = "auto"
     """Algorithm of the op; see `delta_rule`."""
     chunk_size: int = 64
     """Updates per chunk of the chunk form."""
 
-    @property
-    def is_causal(self) -> bool:
-        return self.direction == "forward" and self.scan == "flat"
-
-    @property
-    def state_block(self) -> int | None:
-        return 1 if self.is_causal else self.causal_block
-
-    @property
-    def skips_padding(self) -> bool:
-        return self.causal_block is None
-
-    @property
-    def takes_cu_seqlens(self) -> bool:
-        takes_scan = self.scan == "flat" and self.direction in ("both", "forward")
-        return takes_scan and self.conv_size is None
-
-    @property
-    def prefix_reads_grid(self) -> bool:
-        return self.direction != "forward" and self.causal_block is None
+    def value_channels(self, width: int) -> int:
+        return self.value_width or self.value_expansion * self.head_width(width)
 
     def build(self, *, width: int, axes: int) -> "DeltaRuleMixer":
-        self.check_direction()
-        if self.causal_block is not None:
-            self.check_causal_block(self.causal_block, self.scan)
+        self.check_shared_fields()
         check_choice("form", self.form, get_args(Form))
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("value_map", self.value_map, FEATURE_MAPS)
         check_choice("qk_norm", self.qk_norm, get_args(KeyNorm))
-        check_choice("gate", self.gate, get_args(Gate))
-        check_choice("scan", self.scan, get_args(ScanName))
-        check_positive(chunk_size=self.chunk_size, norm_eps=self.norm_eps, updates=self.updates)
-        check_positive(value_expansion=self.value_expansion)
-        for name in ("key_width", "value_width", "gate_rank"):
-            if (size := getattr(self, name)) is not None:
-                check_positive(**{name: size})
+        check_positive(updates=self.updates, value_expansion=self.value_expansion)
         if self.decay.changes_keys:
             raise ValueError(
                 f"decay is {type(self.decay).__name__}, which changes the keys, expected a decay "
@@ -161,19 +98,7 @@ class DeltaRuleMixerConfig(DirectedMixerConfig):
         return DeltaRuleMixer(self, width)
 
 
-class DeltaRuleState(NamedTuple):
-    """State of a causal mixer with a convolution; otherwise a `DeltaState`.
-
-    Attributes:
-        attention: State of the op.
-        window: The last inputs of the convolution, [B, conv_size - 1, channels].
-    """
-
-    attention: DeltaState
-    window: Window
-
-
-class DeltaRuleMixer(Mixer):
+class DeltaRuleMixer(LinearAttention):
     """The delta rule on q, k = unit(silu(W x)) and beta = sigmoid(W x), then a norm and W_o.
 
     Optionally, a convolution precedes the activations, the state decays before each token, a token
@@ -185,113 +110,64 @@ class DeltaRuleMixer(Mixer):
     """
 
     def __init__(self, config: DeltaRuleMixerConfig, width: int) -> None:
-        super().__init__()
-        self.config = config
-        key_width = config.key_width or config.head_width(width)
-        value_width = config.value_width or config.value_expansion * config.head_width(width)
-        keys, values = config.num_heads * key_width, config.num_heads * value_width
-        self.qkv_widths = [keys, config.updates * keys, config.updates * values]
-        # in_proj computes q, k and v; then the gate, or at low rank the input of gate_proj
-        gates = [] if config.gate == "none" else [config.gate_rank or values]
-        self.in_widths = self.qkv_widths + gates
-        self.in_proj = nn.Linear(width, sum(self.in_widths), bias=config.bias)
-        self.conv, size = None, config.conv_size
-        causal = config.direction != "both" or config.causal_block is not None
-        if size is not None:
-            size = (CAUSAL_CONV if causal else CENTERED_CONV) if size == "auto" else size
-            self.conv = ShortConvolution(
-                sum(self.qkv_widths), size, causal=causal, bias=config.conv_bias
-            )
+        key_width, updates = config.key_channels(width), config.updates
+        keys, values = (config.num_heads * x for x in (key_width, config.value_channels(width)))
+        super().__init__(
+            config, width, values=values, qkv_widths=[keys, updates * keys, updates * values]
+        )
         self.beta_proj = None
         if config.beta:
-            betas = config.updates * config.num_heads
-            self.beta_proj = nn.Linear(width, betas, bias=config.bias)
+            self.beta_proj = nn.Linear(width, updates * config.num_heads, bias=config.bias)
         self.decay = config.decay.build(
             width=width, num_heads=config.num_heads, head_width=key_width
         )
         self.feature_map = FEATURE_MAPS[config.feature_map]
         self.value_map = FEATURE_MAPS[config.value_map]
-        norm_width = values // config.num_heads if config.norm_heads else values
-        self.norm = build_norm(config.norm, norm_width, eps=config.norm_eps)
-        self.gate_proj = None
-        if config.gate != "none" and config.gate_rank is not None:
-            self.gate_proj = nn.Linear(config.gate_rank, values, bias=config.bias)
-        self.out_proj = nn.Linear(values, width, bias=config.bias)
+        self.build_output(width, gate_bias=config.bias)
         self.init_weights()
 
     def init_weights(self) -> None:
         q, k, v = self.in_proj.weight.split(self.in_widths)[:3]
         self.decay.init_weights(q, k, v)
 
-    @property
-    def projections(self) -> Projections:
-        return merged_projections(self.qkv_widths, self.out_proj, heads=self.config.num_heads)
-
-    def forward(
-        self,
-        x: Hidden,
-        grid: Grid,
-        *,
-        keep: Keep | None = None,
-        cu_seqlens: Packing | None = None,
-        state: DeltaState | DeltaRuleState | None = None,
-    ) -> tuple[Hidden, DeltaState | DeltaRuleState | None]:
-        config, backward = self.config, self.config.direction == "backward"
-        if config.causal_block is not None:
-            check_blocks(config.causal_block, grid)
-        attention, window = self._unpacked(state, grid)
-        x = masked(x, keep)
-        u, gate = self.in_proj(x), None
-        if config.gate != "none":
-            u, gate = u.split([sum(self.qkv_widths), self.in_widths[-1]], dim=-1)
-        inputs: Any = (u, self.beta(x), self.log_decay(x), keep)
-        scans = SnakeScans(grid, x) if config.scan == "natural" else None
-        if scans is not None:
-            inputs = scans.visit([inputs] * len(scans.orders))
-        u, beta, log_decay, real = map(flipped, inputs) if backward else inputs
-        group = scan_group(backward=backward)
-        if self.conv is not None:
-            u, window = self.conv(u, keep=real, state=window, group=group)
-        q, k, v = self.heads(u)
-        new_state: Any
-        o, new_state = delta_rule(
-            q, k, v, beta, log_decay,
-            causal=config.direction != "both", causal_block=config.causal_block, keep=real,
-            cu_seqlens=cu_seqlens, state=attention, form=config.form, chunk_size=config.chunk_size,
-            group=group,
-        )  # fmt: skip
-        o = flipped(o) if backward else o
-        if scans is not None:
-            o = scans.mean(o)
-        o = self.norm(o).flatten(-2) if config.norm_heads else self.norm(o.flatten(-2))
-        if gate is not None:
-            gate = gate if self.gate_proj is None else self.gate_proj(gate)
-            o = gated(o, gate, config.gate)
-        o = masked(self.out_proj(o), keep)
-        if config.state_block is None:
-            return o, None
-        return o, new_state if window is None else DeltaRuleState(new_state, window)
-
-    def _unpacked(self, state: Any, grid: Grid) -> tuple[DeltaState | None, Window | None]:
-        """Return the state of the op and the window of a state."""
-        if state is None:
-            return None, None
-        self.config.check_state(state, grid)
-        if self.conv is None:
-            self.check_state(state, DeltaState, causal=True)
-            return state, None
-        self.check_state(state, DeltaRuleState, causal=True)
-        return state.attention, state.window
-
-    def heads(self, u: Hidden) -> tuple[Queries, UpdateKeys, UpdateValues]:
+    def qkv(self, parts: Sequence[Tensor], angles: Any) -> tuple[Queries, UpdateKeys, UpdateValues]:
         """Return queries, keys and values after their activations and norms."""
-        config = self.config
-        q, k, v = u.split(self.qkv_widths, dim=-1)
-        q = q.unflatten(-1, (config.num_heads, -1))
-        k, v = (y.unflatten(-1, (config.updates * config.num_heads, -1)) for y in (k, v))
+        heads, updates = self.config.num_heads, self.config.updates
+        q, k, v = parts
+        q = q.unflatten(-1, (heads, -1))
+        k, v = (y.unflatten(-1, (updates * heads, -1)) for y in (k, v))
         k, v = self.normalized(k), self.value_map(v)
-        k, v = (y.unflatten(2, (config.updates, config.num_heads)) for y in (k, v))
+        k, v = (y.unflatten(2, (updates, heads)) for y in (k, v))
         return self.normalized(q), k, v
+
+    def decays_of(
+        self, x: Hidden, extra: Sequence[Tensor], grid: Grid, scans: int
+    ) -> list[Sequence[Tensor | None]]:
+        """Return the write strengths and the log-decays, which are the same for all scans."""
+        return [(self.beta(x), self.log_decay(x))] * scans
+
+    def scan(
+        self,
+        q: Queries,
+        k: UpdateKeys,
+        v: UpdateValues,
+        decays: Sequence[Any],
+        options: ScanOptions,
+    ) -> tuple[Values, Any]:
+        config = self.config
+        return delta_rule(
+            q, k, v, *decays, causal=config.reads_one_side, causal_block=config.causal_block,
+            keep=options.keep, cu_seqlens=options.cu_seqlens, state=options.state,
+            form=config.form, chunk_size=config.chunk_size, group=options.group,
+        )  # fmt: skip
+
+    def write(
+        self, k: UpdateKeys, v: UpdateValues, decays: Sequence[Any], options: ScanOptions
+    ) -> DeltaState:
+        return write(k, v, *decays, keep=options.keep)
+
+    def read(self, q: Queries, state: DeltaState, angles: Any) -> Values:
+        return read(q, state)
 
     def beta(self, x: Hidden) -> UpdateBetas:
         """Compute the write strength of each update."""

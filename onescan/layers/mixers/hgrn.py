@@ -36,12 +36,8 @@ class HGRNMixerConfig(DirectedMixerConfig):
     """Tokens per chunk of the chunk form."""
 
     @property
-    def prefix_reads_grid(self) -> bool:
-        return self.direction != "forward"
-
-    @property
-    def reads_lower_bound(self) -> bool:
-        return True
+    def takes(self) -> frozenset[str]:
+        return frozenset({"lower_bound"})
 
     @property
     def skips_padding(self) -> bool:
@@ -190,4 +186,4 @@ class LowerBounds(nn.Module):
 
 def build_lower_bounds(mixer: MixerConfig, *, depth: int, width: int) -> LowerBounds | None:
     """Build the lower bounds of a model's blocks; None if its mixers read none."""
-    return LowerBounds(depth, width) if mixer.reads_lower_bound else None
+    return LowerBounds(depth, width) if "lower_bound" in mixer.takes else None

@@ -35,10 +35,6 @@ class HybridMixerConfig(MixerConfig):
     """Index of the block with attention in each group of n blocks, from the end if negative."""
 
     @property
-    def is_causal(self) -> bool:
-        return self.linear.is_causal and self.attention.is_causal
-
-    @property
     def state_block(self) -> int | None:
         one, other = self.linear.state_block, self.attention.state_block
         return None if one is None or other is None else math.lcm(one, other)
@@ -48,8 +44,8 @@ class HybridMixerConfig(MixerConfig):
         return self.linear.state_grows or self.attention.state_grows
 
     @property
-    def reads_lower_bound(self) -> bool:
-        return self.linear.reads_lower_bound or self.attention.reads_lower_bound
+    def takes(self) -> frozenset[str]:
+        return self.linear.takes | self.attention.takes
 
     @property
     def skips_padding(self) -> bool:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import NormName, build_norm
-from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Direction,
+    Mixer,
+    masked,
+)
 from onescan.ops.decay_attention import DecayState, decay_attention, read, write
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.linear_diffusion import (
@@ -60,7 +65,7 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearDiffusionMixerConfig(MixerConfig):
+class LinearDiffusionMixerConfig(DirectedMixerConfig):
     """LDN's layer. Its local update replaces the MLP, so models do not need one."""
 
     diffusion: bool = True
@@ -69,8 +74,10 @@ class LinearDiffusionMixerConfig(MixerConfig):
     """Update each token separately, with a gate (the second part)."""
     linear_attention: bool = True
     """Attend to all tokens (the third part)."""
-    causal: bool = False
-    """Read only earlier tokens."""
+    directions: ClassVar[tuple[Direction, ...]] = ("both", "forward")
+
+    direction: Direction = "both"
+    """Tokens to read: all ("both") or earlier ones ("forward")."""
     separable: bool = False
     """Diffuse along one axis of the grid after another, instead of in row-major order as in the
     paper."""
@@ -100,30 +107,26 @@ class LinearDiffusionMixerConfig(MixerConfig):
     """Algorithm of the op; see `linear_diffusion`."""
 
     @property
-    def is_causal(self) -> bool:
-        return self.causal
-
-    @property
     def prefix_reads_grid(self) -> bool:
         mixes_all = self.linear_attention or (self.diffusion and not self.separable)
-        return mixes_all and not self.causal
+        return mixes_all and not self.is_causal
 
     @property
     def normalizes_input(self) -> bool:
         return True
 
     @property
-    def reads_embedding(self) -> bool:
-        return self.local_update or self.input_residual
-
-    @property
     def skips_padding(self) -> bool:
         return not self.diffusion
 
     @property
-    def takes_cu_seqlens(self) -> bool:
+    def takes(self) -> frozenset[str]:
         is_explicit = self.scheme == "explicit" and self.form != "fft" and not self.separable
-        return is_explicit or not self.diffusion
+        arguments = {
+            "embedding": self.local_update or self.input_residual,
+            "cu_seqlens": is_explicit or not self.diffusion,
+        }
+        return frozenset(name for name, is_taken in arguments.items() if is_taken)
 
     @property
     def output_is_bounded(self) -> bool:
@@ -141,6 +144,7 @@ class LinearDiffusionMixerConfig(MixerConfig):
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])
 
     def build(self, *, width: int, axes: int) -> "LinearDiffusionMixer":
+        self.check_direction()
         self.head_width(width)  # raises if num_heads does not divide the width
         check_positive(kernels=self.kernels)
         if width % self.kernels:
@@ -159,8 +163,10 @@ class LinearDiffusionMixerConfig(MixerConfig):
             raise ValueError(
                 "diffusion, local_update and linear_attention are all False, expected at least one"
             )
-        if self.causal and (self.separable or self.scheme != "explicit"):
-            raise ValueError("causal=True goes with separable=False and scheme='explicit' only")
+        if self.is_causal and (self.separable or self.scheme != "explicit"):
+            raise ValueError(
+                "direction='forward' goes with separable=False and scheme='explicit' only"
+            )
         if self.scheme != "explicit" and self.form == "fft":
             raise ValueError("form is 'fft' with scheme='crank_nicolson', which has none")
         return LinearDiffusionMixer(self, width, axes)
@@ -195,7 +201,7 @@ class LinearDiffusionMixer(Mixer):
                 [config.sigmas[i % len(config.sigmas)] for i in range(config.kernels)],
                 max_sigma=config.max_sigma,
                 epsilon=config.epsilon,
-                causal=config.causal,
+                causal=config.is_causal,
                 scheme=config.scheme,
                 form=config.form,
             )
@@ -233,7 +239,7 @@ class LinearDiffusionMixer(Mixer):
         """
         config = self.config
         if state is not None:
-            self.check_state(state, LinearDiffusionState, causal=config.causal)
+            self.check_state(state, LinearDiffusionState, causal=config.is_causal)
         if keep is not None:  # masked tokens may contain NaN
             x = x.masked_fill(~keep.unsqueeze(-1), 0)
         embedding = x if embedding is None else embedding
@@ -241,7 +247,7 @@ class LinearDiffusionMixer(Mixer):
         parts: list[Tensor] = []
         if config.diffusion:
             parts.append(self._diffuse(x, grid, keep, cu_seqlens, old.diffusion) - x)
-            if config.causal:
+            if config.is_causal:
                 (diffusion,) = self.diffusions
                 assert isinstance(diffusion, Diffusion)
                 new = new._replace(diffusion=diffusion.next_state(x, keep, old.diffusion))
@@ -250,7 +256,7 @@ class LinearDiffusionMixer(Mixer):
             parts.append(self.dropout(self.local_update(embedding, y)))
         if self.attention is not None:
             attended, attention = self.attention(
-                y, causal=config.causal, keep=keep, cu_seqlens=cu_seqlens, state=old.attention
+                y, causal=config.is_causal, keep=keep, cu_seqlens=cu_seqlens, state=old.attention
             )
             parts.append(self.dropout(attended))
             new = new._replace(attention=attention)
@@ -259,7 +265,7 @@ class LinearDiffusionMixer(Mixer):
         change = sum(parts[1:], start=parts[0])
         if keep is not None:
             change = change.masked_fill(~keep.unsqueeze(-1), 0)
-        return change, new if config.causal else None
+        return change, new if config.is_causal else None
 
     def _diffuse(
         self,

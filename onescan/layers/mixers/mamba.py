@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import Gate
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import MambaDecayConfig
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
 from onescan.layers.scans import whole_grid
 from onescan.ops.collectives import Permutation
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
+from onescan.ops.gating import ACTIVATIONS as GATES
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.ops.parallel import Group, scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep, Keys
@@ -37,8 +39,8 @@ class MambaMixerConfig(DirectedMixerConfig):
     """Tokens that the convolution reads, the current one included."""
     step_rank: int | None = None
     """Rank of the projection to step sizes. None for width / 16, rounded up."""
-    gate: bool = True
-    """Multiply the output by silu(W_z x)."""
+    gate: Gate = "silu"
+    """Activation of the output gate W_z x, which multiplies the output; "none" omits it."""
     skip: bool = True
     """Add the skip connection D x to the output of the state space model."""
     prefix_position: PrefixPosition = "start"
@@ -52,7 +54,7 @@ class MambaMixerConfig(DirectedMixerConfig):
 
     @property
     def prefix_reads_grid(self) -> bool:
-        return self.direction != "forward" or self.prefix_position == "middle"
+        return super().prefix_reads_grid or self.prefix_position == "middle"
 
     def check_padding(self, grid: Grid) -> None:
         if grid.prefix and self.prefix_position == "middle":
@@ -67,6 +69,7 @@ class MambaMixerConfig(DirectedMixerConfig):
 
     def build(self, *, width: int, axes: int) -> "MambaMixer":
         self.check_direction()
+        check_choice("gate", self.gate, get_args(Gate))
         check_choice("prefix_position", self.prefix_position, get_args(PrefixPosition))
         check_choice("form", self.form, get_args(Form))
         check_positive(state_size=self.state_size, expand=self.expand, chunk_size=self.chunk_size)
@@ -99,7 +102,7 @@ class MambaMixer(Mixer):
         super().__init__()
         self.config = config
         inner = config.expand * width
-        self.in_widths = [inner] * (2 if config.gate else 1)  # x and z
+        self.in_widths = [inner] * (1 if config.gate == "none" else 2)  # x and z
         self.in_proj = nn.Linear(width, sum(self.in_widths), bias=False)
         rank = math.ceil(width / 16) if config.step_rank is None else config.step_rank
         self.scans = nn.ModuleList(SelectiveSSM(config, inner, rank) for _ in config.is_backward)
@@ -133,7 +136,7 @@ class MambaMixer(Mixer):
             outputs.append(flipped(y) if backward else y)
         y = sum(outputs[1:], start=outputs[0])
         for z in gates:
-            y = y * F.silu(z)
+            y = y * GATES[config.gate](z)
         o = self.out_proj(y.to(x.dtype))
         if moves:
             (o,) = _prefix_moved([o], grid, back=True)

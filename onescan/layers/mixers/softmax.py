@@ -1,7 +1,7 @@
 """Softmax attention as in ViT and BERT, with a cache as in GPT-2, or in a sliding window."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole, is_known
-from onescan.layers.mixers.contract import Mixer, MixerConfig, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Direction,
+    Mixer,
+    masked,
+)
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.layers.rotary import check_rotary, rotary_angles, rotated
 from onescan.ops.collectives import carry_tokens, gather_tokens, halo
@@ -23,11 +28,14 @@ MAX_CAUSAL_WINDOW = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxMixerConfig(MixerConfig):
+class SoftmaxMixerConfig(DirectedMixerConfig):
     """Multi-head softmax attention; O(T^2), or O(T) in a sliding window."""
 
-    causal: bool = False
-    """Read only earlier tokens; the state then grows with every token, except with a window."""
+    directions: ClassVar[tuple[Direction, ...]] = ("both", "forward")
+
+    direction: Direction = "both"
+    """Tokens to read: all ("both") or earlier ones ("forward"). The state of the latter grows with
+    every token, except with a window."""
     window: int | None = None
     """Sliding-window attention: read only tokens at most this many positions away, on both sides,
     or only earlier ones if causal. Equals flash-attention's window_size=(window, window) or
@@ -43,22 +51,19 @@ class SoftmaxMixerConfig(MixerConfig):
     """Rotate queries and keys by their position (RoPE). Requires one axis."""
 
     @property
-    def is_causal(self) -> bool:
-        return self.causal
-
-    @property
     def state_grows(self) -> bool:
-        return self.causal and self.window is None
+        return self.is_causal and self.window is None
 
     @property
     def skips_padding(self) -> bool:
         return not self.rotary and self.window is None
 
     @property
-    def takes_cu_seqlens(self) -> bool:
-        return self.window is not None
+    def takes(self) -> frozenset[str]:
+        return frozenset({"cu_seqlens"} if self.window is not None else ())
 
     def build(self, *, width: int, axes: int) -> "SoftmaxMixer":
+        self.check_direction()
         head_width = self.head_width(width)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"mixer.dropout is {self.dropout}, expected 0 or more and less than 1")
@@ -67,7 +72,7 @@ class SoftmaxMixerConfig(MixerConfig):
             check_rotary(axes, head_width)
         if self.window is not None:
             check_whole(1, window=self.window)
-            if self.causal and self.window > MAX_CAUSAL_WINDOW:
+            if self.is_causal and self.window > MAX_CAUSAL_WINDOW:
                 raise ValueError(
                     f"window is {self.window}, expected at most {MAX_CAUSAL_WINDOW}, because the "
                     "state holds as many tokens; None reads all tokens"
@@ -105,7 +110,7 @@ class SoftmaxMixer(Mixer):
     def __init__(self, config: SoftmaxMixerConfig, width: int) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.causal = config.causal
+        self.causal = config.is_causal
         self.window = config.window
         self.dropout = config.dropout
         self.feature_map = FEATURE_MAPS[config.feature_map]

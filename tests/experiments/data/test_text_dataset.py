@@ -821,7 +821,7 @@ def test_a_stream_without_text_ends(tmp_path, lines):
 
 
 def text_run(root, tokenizer, size, steps=2):
-    mixer = LightNetMixerConfig(num_heads=2, causal=True)
+    mixer = LightNetMixerConfig(num_heads=2, direction="forward")
     model = CausalLMConfig(vocab_size=size, width=24, depth=1, mixer=mixer)
     path = write(root / "a.txt", *["the cat sat", "a dog sat on the mat"] * 20)
     data = TextDatasetConfig(path=path, tokenizer=tokenizer, length=8, sample_by="line")

@@ -255,7 +255,7 @@ def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, m
 
 
 def test_attention_learns_to_recall(tmp_path):
-    mixer = SoftmaxMixerConfig(num_heads=1, causal=True)
+    mixer = SoftmaxMixerConfig(num_heads=1, direction="forward")
     base = RECALL["recall_softmax"]()
     data = replace(
         DATA, length=12, keys=4, values=4, pairs=(2,), test_pairs=(2,), test_examples=200

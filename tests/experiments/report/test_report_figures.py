@@ -350,7 +350,7 @@ def test_influence_is_what_purely_diffusing_blocks_do(scheme, separable):
 @pytest.mark.parametrize("depth", [2, 6])
 @pytest.mark.parametrize("changes", [NARROW, {"max_sigma": 1.2, "sigmas": (0.3, 1.0)}, {}])
 def test_blocks_to_cover_all_tokens(depth, kernels, causal, changes):
-    model = ldn(depth=depth, kernels=kernels, causal=causal, **changes)
+    model = ldn(depth=depth, kernels=kernels, direction="forward" if causal else "both", **changes)
     visible = np.tri(16, dtype=bool) if causal else np.ones((16, 16), dtype=bool)
     enough = [bool(each[:, visible].all()) for each in products(model, 16) > 0]
     wanted = enough.index(True) + 1 if any(enough) else None
@@ -382,7 +382,7 @@ def test_the_lead_says_how_far_diffusion_reaches(group):
     short = lead(**NARROW, linear_attention=False)
     assert "does not reach every other token within 3 blocks: it reaches 9 tokens" in short
     assert "attention" not in short
-    assert "every token before it" in lead(**NARROW, causal=True)
+    assert "every token before it" in lead(**NARROW, direction="forward")
     axes = lead(**NARROW, separable=True, depth=1, image_size=(9, 4), patch_size=(1, 1))
     assert "it reaches 3 patches along columns in all channels" in axes
     dropped = dataclasses.replace(LDN, drop_path=0.25).build()

@@ -66,7 +66,7 @@ def test_texts_on_a_report_are_within_the_limit_of_the_model(limit, text, monkey
     data = TextDatasetConfig(path=str(text), length=limit, cache=False)
     task = LanguageModellingConfig().build(data.build())
     position = TokenPositionConfig(max_tokens=limit)
-    mixer = SoftmaxMixerConfig(num_heads=2, causal=True)
+    mixer = SoftmaxMixerConfig(num_heads=2, direction="forward")
     model = CausalLMConfig(vocab_size=258, width=8, depth=1, mixer=mixer, position=position)
     monkeypatch.setattr(texts, "NEW_TOKENS", 1000)
     assert len(texts._continuations(task, model.build().eval())) > 1

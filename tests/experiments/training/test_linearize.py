@@ -19,7 +19,7 @@ from onescan.experiments.data import ImageDatasetConfig
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.linearize import from_teacher
-from onescan.experiments.recipes.mixers import NAMED_MIXERS, with_mixer
+from onescan.experiments.recipes.mixers import with_mixer
 from onescan.experiments.tasks import (
     ImageClassificationConfig,
     LanguageModellingConfig,
@@ -49,6 +49,7 @@ from onescan.layers.mixers import (
     LionMixerConfig,
     RWKV6MixerConfig,
     SoftmaxMixerConfig,
+    mixer_names,
 )
 from onescan.layers.mixers.projections import projection_weights
 from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
@@ -78,7 +79,7 @@ TEXT = CausalLMConfig(
     vocab_size=258,
     width=WIDTH,
     depth=2,
-    mixer=dataclasses.replace(SOFTMAX, causal=True),
+    mixer=dataclasses.replace(SOFTMAX, direction="forward"),
     mlp=MLPConfig(ratio=2.0),
     position=TokenPositionConfig(max_tokens=16),
     dropout=0.1,
@@ -241,7 +242,7 @@ def test_lion_lit_attends_with_the_maps_of_the_teacher(teachers):
 
 def test_lightnet_attends_with_the_maps_of_the_teacher(teachers):
     teacher = onescan.load(teachers / "images").model
-    plain = {"lrpe": False, "gate": False, "norm": "none", "bias": True}
+    plain = {"lrpe": False, "gate": "none", "norm": "none", "bias": True}
     mixer = LightNetMixerConfig(num_heads=HEADS, **plain)
     student = fresh(dataclasses.replace(IMAGES, mixer=mixer)).eval()
     init_from(str(teachers / "images"), student)
@@ -395,7 +396,7 @@ def test_a_student_equal_to_its_teacher_has_no_loss(teachers):
 
 STUDENTS_OF = {
     "images": LionMixerConfig(num_heads=HEADS),
-    "text": LightNetMixerConfig(num_heads=HEADS, causal=True, bias=True),
+    "text": LightNetMixerConfig(num_heads=HEADS, direction="forward", bias=True),
     "masked": LionMixerConfig(num_heads=HEADS, decay=HGRN2DecayConfig(learned_lower_bound=True)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("text", "masked")]
@@ -541,7 +542,7 @@ def test_a_mixer_that_reads_the_embedding_is_refused(teachers):
 # Recipes
 
 
-@pytest.mark.parametrize("name", NAMED_MIXERS)
+@pytest.mark.parametrize("name", mixer_names())
 def test_every_named_mixer_fits_both_recipes(name):
     for recipe in ("linearize_vit", "linearize_gpt2"):
         run = find_recipe(recipe)()

@@ -106,7 +106,7 @@ def packed_run(folder):
     path.write_text("\n".join(word * (i % 3 + 1) for i, word in enumerate(8 * WORDS.split())))
     data = TextDatasetConfig(path=str(path), length=14, sample_by="line", cache=False)
     model = CausalLMConfig(
-        mixer=LightNetMixerConfig(num_heads=2, causal=True), position=TPE, **TEXT
+        mixer=LightNetMixerConfig(num_heads=2, direction="forward"), position=TPE, **TEXT
     )
     return run_of(model, data, LanguageModellingConfig())
 
@@ -171,7 +171,7 @@ def recall_run(_):
         keys=9, values=5, length=12, pairs=(1, 3), test_pairs=(2, 4), train_examples=40,
         test_examples=20,
     )  # fmt: skip
-    mixer = LightNetMixerConfig(num_heads=2, causal=True)
+    mixer = LightNetMixerConfig(num_heads=2, direction="forward")
     model = CausalLMConfig(mixer=mixer, position=TPE, **TEXT)
     return run_of(model, data, RecallTaskConfig())
 

@@ -1,0 +1,68 @@
+"""Mixers by name, for `onescan train RECIPE --model.mixer NAME`."""
+
+from onescan.checks import check_choice
+from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
+from onescan.layers.mixers.contract import MixerConfig
+from onescan.layers.mixers.delta_rule import (
+    DeltaProductMixerConfig,
+    GatedDeltaNetMixerConfig,
+    KDAMixerConfig,
+)
+from onescan.layers.mixers.lightnet import LightNetMixerConfig
+from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixerConfig
+from onescan.layers.mixers.softmax import SoftmaxMixerConfig
+from onescan.messages import named_type
+
+HYBRID = "_hybrid"  # suffix of names: softmax attention in every fourth block
+
+_MIXERS: dict[str, MixerConfig] = {
+    "lightnet": LightNetMixerConfig(),
+    "lion_lit": LionMixerConfig(decay=NoDecayConfig()),
+    "lion_d": LionMixerConfig(decay=FixedDecayConfig()),
+    "lion_s": LionMixerConfig(),
+    "gated_deltanet": GatedDeltaNetMixerConfig(),
+    "kda": KDAMixerConfig(),
+    "delta_product": DeltaProductMixerConfig(),
+    "softmax": SoftmaxMixerConfig(),
+    **LINEAR_TRANSFORMERS,
+}
+
+
+def register_mixer(name: str, config: MixerConfig) -> None:
+    """Give a mixer of your own a name, which `--model.mixer` and `mixer_named` take.
+
+    Args:
+        name: Letters, digits and underscores, not one of onescan's own names.
+        config: Config of the mixer. A model that takes it sets its number of heads, biases and
+            direction as far as it has these fields.
+
+    Raises:
+        ValueError: If the name is taken by a different config, or does not fit.
+
+    >>> register_mixer("retnet_wide", LionMixerConfig(key_width=64))
+    >>> mixer_named("retnet_wide").key_width
+    64
+    """
+    if not isinstance(config, MixerConfig):
+        raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
+    if not isinstance(name, str) or not name.isidentifier() or name.endswith(HYBRID):
+        raise ValueError(
+            f"name is {name!r}, expected letters, digits and underscores, not ending in {HYBRID!r}"
+        )
+    if _MIXERS.setdefault(name, config) != config:
+        raise ValueError(f"name is {name!r}, which is another mixer's; expected a new name")
+
+
+def mixer_named(name: str) -> MixerConfig:
+    """Return the config of a mixer by name.
+
+    Raises:
+        ValueError: If there is none; names the closest.
+    """
+    check_choice("name", name, _MIXERS)
+    return _MIXERS[name]
+
+
+def mixer_names() -> list[str]:
+    """Return the names of all mixers, also of those that were registered."""
+    return list(_MIXERS)

@@ -1,0 +1,206 @@
+"""`check_mixer` passes for every mixer, and finds a broken promise of every kind."""
+
+import dataclasses
+from dataclasses import dataclass
+from inspect import unwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from onescan.layers.mixers import (
+    LINEAR_TRANSFORMERS,
+    MIXERS,
+    DeltaRuleMixerConfig,
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    LionMixerConfig,
+    Mixer,
+    MixerConfig,
+    SoftmaxMixerConfig,
+    check_mixer,
+    mixer_named,
+    mixer_names,
+    register_mixer,
+)
+from onescan.ops import decay_attention
+
+CONFIGS = {
+    **{name: config() for name, config in MIXERS.items()},
+    **{f"linear {name}": config for name, config in LINEAR_TRANSFORMERS.items()},
+    **{
+        f"causal {name}": dataclasses.replace(MIXERS[name](), direction="forward")
+        for name in ("lightnet", "lion", "kda", "hgrn", "rwkv6", "mamba", "softmax")
+    },
+    "backward lightnet": LightNetMixerConfig(direction="backward"),
+    "backward lion": LionMixerConfig(direction="backward"),
+    "lightnet, blocks": LightNetMixerConfig(causal_block=3),
+    "lion, blocks": LionMixerConfig(causal_block=3, conv_size=4),
+    "delta, natural": DeltaRuleMixerConfig(scan="natural", conv_size="auto"),
+    "lion, natural": LionMixerConfig(scan="natural", norm="rms", norm_heads=True, gate="silu"),
+    "lightnet, convolution": LightNetMixerConfig(
+        direction="forward", conv_size=3, lrpe=False, decay_logits="offset", value_width=2
+    ),
+    "diffusion, causal": LinearDiffusionMixerConfig(direction="forward"),
+    "window": SoftmaxMixerConfig(direction="forward", window=3),
+    "retnet": LionMixerConfig(rotary=True, normalize="none", direction="forward"),
+}
+ONE_AXIS = ("window", "retnet")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_mixer_passes(name):
+    config = dataclasses.replace(CONFIGS[name], num_heads=2)
+    checked = check_mixer(config, axes=1 if name in ONE_AXIS else 2)
+    assert "masked tokens are not read" in checked
+    assert ("two calls equal one" in checked) == (config.state_block is not None)
+    assert ("packed documents are separate" in checked) == ("cu_seqlens" in config.takes)
+
+
+# A third party's mixer in twelve lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainConfig(MixerConfig):
+    fault: str = ""
+    state_block: int | None = 1
+
+    def build(self, *, width, axes):
+        return Plain(self, width)
+
+
+class Plain(Mixer):
+    def __init__(self, config, width):
+        super().__init__()
+        self.config, self.in_proj = config, nn.Linear(width, 3 * width, bias=False)
+
+    def forward(self, x, grid, *, keep=None, state=None):
+        q, k, v = self.in_proj(x).unflatten(-1, (3, self.config.num_heads, -1)).unbind(2)
+        causal = self.config.state_block is not None
+        o, state = decay_attention(q, k, v, causal=causal, keep=keep, state=state)
+        return o.flatten(2), state if causal else None
+
+
+def test_a_mixer_of_twelve_lines_passes():
+    checked = check_mixer(PlainConfig(num_heads=2))
+    assert {"two calls equal one", "no later token is read"} <= set(checked)
+
+
+def broken(change, state_block=1, **promises):
+    """A config like `PlainConfig` whose mixer's forward is changed."""
+
+    class Broken(Plain):
+        def forward(self, x, grid, *, keep=None, state=None, **options):
+            call = SimpleNamespace(x=x, grid=grid, keep=keep, state=state, options=options)
+            return change(lambda **new: Plain.forward(self, **{**plain(call), **new}), call, self)
+
+    def plain(call):
+        return {"x": call.x, "grid": call.grid, "keep": call.keep, "state": call.state}
+
+    class BrokenConfig(PlainConfig):
+        def build(self, *, width, axes):
+            return Broken(self, width)
+
+    for name, value in promises.items():
+        setattr(BrokenConfig, name, property(lambda _, value=value: value))
+    return BrokenConfig(num_heads=2, state_block=state_block)
+
+
+def outputs(change):
+    """Change the outputs of a call, and leave its state."""
+
+    def run(forward, call, mixer):
+        y, state = forward()
+        return change(y, call, mixer), state
+
+    return run
+
+
+FAULTS = {
+    "outputs and state are as promised": broken(lambda f, *_: (f()[0], None)),
+    "samples do not mix": broken(outputs(lambda y, *_: y - y.mean(dim=0))),
+    "gradients are finite": broken(outputs(lambda y, *_: y + (0 * y).abs().sqrt())),
+    "masked tokens are not read": broken(
+        lambda f, call, _: f(x=call.x + call.x.nan_to_num().sum(dim=1, keepdim=True))
+    ),
+    "the prefix reads the grid as promised": broken(lambda f, *_: f(), prefix_reads_grid=True),
+    "no later token is read": broken(
+        outputs(
+            lambda y, call, _: (
+                (y + y.sum(1, keepdim=True)) * (1 if call.keep is None else call.keep.unsqueeze(-1))
+            )
+        ),
+        prefix_reads_grid=True,
+    ),
+    "two calls equal one": broken(lambda f, *_: f(state=None)),
+    "padding may be anywhere": broken(
+        outputs(lambda y, call, _: y * torch.arange(1, 1 + y.shape[1]).view(-1, 1)),
+        skips_padding=True,
+        state_block=None,
+    ),
+    "packed documents are separate": broken(
+        lambda f, *_: f(), takes=frozenset({"cu_seqlens"}), state_block=None
+    ),
+}
+
+
+@pytest.mark.parametrize("promise", FAULTS)
+def test_a_broken_promise_is_named(promise):
+    with pytest.raises(ValueError, match=f'"{promise}" does not hold: '):
+        check_mixer(FAULTS[promise], axes=1)
+
+
+def test_weights_that_are_not_saved_and_growing_states_are_found():
+    class Hidden(Plain):
+        def __init__(self, config, width):
+            super().__init__(config, width)
+            self.scale = torch.rand(())
+
+        def forward(self, x, grid, **options):
+            y, state = super().forward(x, grid, **options)
+            return y * self.scale, state
+
+    class HiddenConfig(PlainConfig):
+        def build(self, *, width, axes):
+            return Hidden(self, width)
+
+    with pytest.raises(ValueError, match='"weights can be saved and loaded" does not hold'):
+        check_mixer(HiddenConfig(num_heads=2))
+
+    class GrowingConfig(SoftmaxMixerConfig):
+        state_grows = False
+
+    with pytest.raises(
+        ValueError, match='"the state keeps its size" does not hold: the state grows'
+    ):
+        check_mixer(GrowingConfig(num_heads=2, direction="forward"))
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(ValueError, match="config is a str, expected a MixerConfig"):
+        unwrap(check_mixer)("lion_s")
+
+    class Empty(PlainConfig):
+        def build(self, *, width, axes):
+            return nn.Linear(width, width)
+
+    with pytest.raises(ValueError, match="build returned a Linear, expected a Mixer"):
+        check_mixer(Empty())
+
+
+def test_registered_mixers_have_names():
+    register_mixer("plain_for_a_test", PlainConfig(num_heads=2))
+    register_mixer("plain_for_a_test", PlainConfig(num_heads=2))  # as when a file is imported twice
+    assert mixer_named("plain_for_a_test") == PlainConfig(num_heads=2)
+    assert "plain_for_a_test" in mixer_names()
+    with pytest.raises(ValueError, match="name is 'lion_s', which is another mixer's"):
+        register_mixer("lion_s", PlainConfig())
+    with pytest.raises(ValueError, match="name is 'a b', expected letters, digits and underscores"):
+        register_mixer("a b", PlainConfig())
+    with pytest.raises(ValueError, match="name is 'x_hybrid', expected .* not ending in '_hybrid'"):
+        register_mixer("x_hybrid", PlainConfig())
+    with pytest.raises(ValueError, match="config is a Plain, expected a MixerConfig"):
+        unwrap(register_mixer)("x", Plain(PlainConfig(), 24))
+    with pytest.raises(ValueError, match="name 'lion' is unknown"):
+        mixer_named("lion")
