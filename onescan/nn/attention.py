@@ -191,7 +191,8 @@ class LionAttention(AttentionLayer):
         super().__init__(config, dim, axes)
 
     def check_context(self, context_shape: Any) -> None:
-        if not isinstance(self.mixer.config.decay, NoDecayConfig):
+        config: Any = self.mixer.config
+        if not isinstance(config.decay, NoDecayConfig):
             raise ValueError(
                 "context was given to a layer with decay, expected decay='none', or use "
                 "LightNetAttention"

@@ -198,7 +198,9 @@ def test_registered_mixers_have_names():
         register_mixer("lion_s", PlainConfig())
     with pytest.raises(ValueError, match="name is 'a b', expected letters, digits and underscores"):
         register_mixer("a b", PlainConfig())
-    with pytest.raises(ValueError, match="name is 'x_hybrid', expected .* not ending in '_hybrid'"):
+    with pytest.raises(
+        ValueError, match=r"name is 'x_hybrid', expected .* not ending in '_hybrid'"
+    ):
         register_mixer("x_hybrid", PlainConfig())
     with pytest.raises(ValueError, match="config is a Plain, expected a MixerConfig"):
         unwrap(register_mixer)("x", Plain(PlainConfig(), 24))

@@ -8,6 +8,7 @@ parameters.
 from dataclasses import replace
 from functools import partial
 
+from onescan import configs
 from onescan.experiments.data import RecallConfig
 from onescan.experiments.recipes import row, table
 from onescan.experiments.tasks import RecallTaskConfig
@@ -75,7 +76,7 @@ def _recall(kind: str, *, causal: bool) -> RunConfig:
     model: CausalLMConfig | MaskedLMConfig = BIDIRECTIONAL
     if causal:
         model = CAUSAL
-        mixer = replace(mixer, direction="forward")
+        mixer = configs.replace(mixer, {"direction": "forward"})
     return RunConfig(
         name=_name(kind, causal=causal),
         model=replace(model, mixer=mixer, mlp=mlp),

@@ -1,5 +1,6 @@
 """Check that a mixer does what models, training and streaming rely on."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from onescan.shapes import Grid
 
 BATCH, TOKENS, PREFIX = 2, 12, 2
 PAIR = 2  # outputs and state
-CLOSE = {"rtol": 1e-7, "atol": 1e-9}  # in float64
+RTOL, ATOL = 1e-7, 1e-9  # in float64
+REAL = 0.7  # share of tokens that a mask keeps
 
 
 def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ class Case:
         mixer = mixer.double().eval()
         with torch.no_grad():
             for parameter in mixer.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         return mixer
 
     def tokens(self, count: int) -> Tensor:
@@ -85,7 +87,7 @@ class Case:
 
     def mask(self, count: int) -> Tensor:
         """Return a mask with real and masked tokens in each row, and real ones at both ends."""
-        keep = torch.rand(BATCH, count) < 0.7
+        keep = torch.rand(BATCH, count) < REAL
         keep[:, 0] = keep[:, -1] = True
         keep[0, 1 : 1 + count // 4] = False
         return keep
@@ -124,7 +126,7 @@ def _grid(config: MixerConfig, axes: int) -> Grid:
 def _close(got: Tensor, want: Tensor, what: str) -> None:
     error = (got - want).abs().max().item() if got.shape == want.shape and got.numel() else 0.0
     assert got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    assert torch.allclose(got, want, **CLOSE), f"{what} differs by up to {error:.3g}"
+    assert torch.allclose(got, want, rtol=RTOL, atol=ATOL), f"{what} differs by up to {error:.3g}"
 
 
 def _shape(case: Case) -> None:
@@ -171,7 +173,9 @@ def _masks(case: Case) -> None:
     assert not want[~keep].any(), "outputs of masked tokens are not zero"
     for value in (7.0, torch.nan):
         other = case.x.masked_fill(~keep.unsqueeze(-1), value)
-        extra = {"embedding": torch.sin(case.x)} if "embedding" in case.config.takes else {}
+        extra: dict[str, Any] = (
+            {"embedding": torch.sin(case.x)} if "embedding" in case.config.takes else {}
+        )
         _close(case.call(other, keep=keep, **extra)[0], want, f"with {value} at masked tokens, y")
     whole = torch.ones_like(keep)
     _close(case.call(case.x, keep=whole)[0], case.call(case.x)[0], "with a mask of True, y")
@@ -229,7 +233,7 @@ def _packing(case: Case) -> None:
     packing = Packing(torch.tensor(cuts, dtype=torch.int32), batch=BATCH, tokens=tokens)
     got, _ = case.call(case.x, cu_seqlens=packing)
     for row in range(BATCH):
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             if start // tokens != row:
                 continue
             at = slice(start - row * tokens, stop - row * tokens)
@@ -245,7 +249,7 @@ def _prefix(case: Case) -> None:
     other = x.clone()
     other[:, PREFIX:] += 1
     (y, _), (z, _) = case.call(x, grid), case.call(other, grid)
-    reads = not torch.allclose(y[:, :PREFIX], z[:, :PREFIX], **CLOSE)
+    reads = not torch.allclose(y[:, :PREFIX], z[:, :PREFIX], rtol=RTOL, atol=ATOL)
     promised = case.config.prefix_reads_grid
     assert reads == promised, f"prefix_reads_grid is {promised}, but is {reads}"
 

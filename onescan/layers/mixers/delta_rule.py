@@ -32,6 +32,7 @@ from onescan.shapes import (
     Grid,
     Hidden,
     Keys,
+    LowerBound,
     Queries,
     UpdateBetas,
     UpdateKeys,
@@ -141,7 +142,12 @@ class DeltaRuleMixer(LinearAttention):
         return self.normalized(q), k, v
 
     def decays_of(
-        self, x: Hidden, extra: Sequence[Tensor], grid: Grid, scans: int
+        self,
+        x: Hidden,
+        extra: Sequence[Tensor],
+        grid: Grid,
+        scans: int,
+        lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the write strengths and the log-decays, which are the same for all scans."""
         return [(self.beta(x), self.log_decay(x))] * scans

@@ -48,6 +48,7 @@ from onescan.shapes import (
     Keep,
     Keys,
     LogNormalizer,
+    LowerBound,
     Position,
     Queries,
     Values,
@@ -173,7 +174,12 @@ class LightNetMixer(LinearAttention):
         return q, k, v
 
     def decays_of(
-        self, x: Hidden, extra: Sequence[Tensor], grid: Grid, scans: int
+        self,
+        x: Hidden,
+        extra: Sequence[Tensor],
+        grid: Grid,
+        scans: int,
+        lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the separate logits of the decay, if there are any."""
         return [[self._heads(self.decay_proj(y)) for y in extra]] * scans
@@ -215,7 +221,9 @@ class LightNetMixer(LinearAttention):
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":
             o = _scaled(o, log_scale)
-        return o, state if normalizer is None else SeparateState(state, normalizer)
+        if normalizer is None or state is None:
+            return o, state
+        return o, SeparateState(state, normalizer)
 
     def _scan_undecayed(
         self, q: Queries, k: Keys, v: Values, options: ScanOptions

@@ -34,6 +34,7 @@ from onescan.shapes import (
     Grid,
     Hidden,
     Keep,
+    LowerBound,
     Memory,
     MemoryMask,
     Position,
@@ -249,7 +250,12 @@ class LinearAttention(Mixer, ABC):
         """
 
     def decays_of(
-        self, x: Hidden, extra: Sequence[Tensor], grid: Grid, scans: int, **read: Any
+        self,
+        x: Hidden,
+        extra: Sequence[Tensor],
+        grid: Grid,
+        scans: int,
+        lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return decays and other inputs of the op, [B, T, ...] or None, for each scan.
 
@@ -258,7 +264,7 @@ class LinearAttention(Mixer, ABC):
             extra: One tensor for each of `extra_widths`.
             grid: Layout of the tokens.
             scans: Number of scans.
-            read: What the config's `takes` names.
+            lower_bound: As in `forward`, for mixers that take it.
         """
         return [()] * scans
 
@@ -288,7 +294,7 @@ class LinearAttention(Mixer, ABC):
         keep: Keep | None = None,
         cu_seqlens: Packing | None = None,
         state: LinearAttentionState | None = None,
-        **read: Any,
+        lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, LinearAttentionState | None]:
         config = self.config
         if config.causal_block is not None:
@@ -304,7 +310,9 @@ class LinearAttention(Mixer, ABC):
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
-        decays = self.decays_of(x, extra, grid, 1 if scans is None else len(scans.orders), **read)
+        decays = self.decays_of(
+            x, extra, grid, 1 if scans is None else len(scans.orders), lower_bound
+        )
         options = ScanOptions(angles, keep, cu_seqlens, before.attention)
         o, attention, window = self._scanned(parts, decays, options, before.window, scans)
         o = masked(self._output(x, o, gate), keep)
@@ -340,7 +348,7 @@ class LinearAttention(Mixer, ABC):
             at_x, at_context = (self.angles(queries[0], grid, 0) for grid in grids)
         q, _, _ = self.qkv(queries, None)
         _, k, v = self.qkv(keys, None)
-        (decays,) = self.decays_of(context, extra, Grid((context.shape[1],)), 1)
+        (decays,) = self.decays_of(context, extra, Grid((context.shape[1],)), 1, None)
         written = self.write(k, v, decays, ScanOptions(angles=at_context, keep=keep))
         return self._output(x, self.read(q, written, at_x), gate)
 
@@ -384,7 +392,9 @@ class LinearAttention(Mixer, ABC):
                 u, window = self.conv(tokens[0], keep=keep, state=window, group=group)
                 tokens = u.split(self.qkv_widths, dim=-1)
             tokens = self.qkv(tokens, angles)
-        o, state = self.scan(*tokens, rest, options._replace(angles=angles, keep=keep, group=group))
+        q, k, v = tokens
+        options = options._replace(angles=angles, keep=keep, group=group)
+        o, state = self.scan(q, k, v, rest, options)
         o = flipped(o) if backward else o
         return self.finished(o if scans is None else scans.mean(o)), state, window
 

@@ -200,8 +200,7 @@ class LionMixer(LinearAttention):
         extra: Sequence[Tensor],
         grid: Grid,
         scans: int,
-        *,
-        lower_bound: LowerBound | None = None,
+        lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the log-decay and the factor of the keys (or the keys) of each scan."""
         outputs = [_without_prefix(d, grid.prefix) for d in self._decay_outputs(x, lower_bound)]
