@@ -27,6 +27,7 @@ from onescan.inputs import GridFormat
 from onescan.layers.block import Block
 from onescan.layers.mixers import LowerBounds
 from onescan.layers.stack import lower_bound_of_each
+from onescan.layers.tokens import Documents
 from onescan.ops.collectives import sum_over_ranks
 from onescan.ops.parallel import sequence_group
 
@@ -161,7 +162,9 @@ def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]
 
     def reading(i: int) -> Callable[..., Any]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
-            read(i, output[0], *inputs, keep=options.get("keep"))
+            packing = options.get("cu_seqlens")
+            documents = None if packing is None else Documents(packing)
+            read(i, output[0], *inputs, keep=options.get("keep"), documents=documents)
             return output[0], None  # drop the teacher's state, such as a cache of keys
 
         return hook
