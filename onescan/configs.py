@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from onescan.messages import hint, named_type
 
-# names of sizes in other libraries -> names in onescan's configs
+# names in other libraries or earlier versions -> names in onescan's configs
 OTHER_NAMES = {
     **dict.fromkeys(
         ("hidden_size", "embed_dim", "hidden_dim", "dim", "d_model", "n_embd"), "width"
@@ -31,6 +31,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("vocabulary_size", "n_vocab"), "vocab_size"),
     **dict.fromkeys(("num_labels", "n_classes"), "num_classes"),
     "mlp_ratio": "mlp.ratio",
+    "causal": "direction",
+    "gate_activation": "gate",
     "drop_path_rate": "drop_path",
 }
 

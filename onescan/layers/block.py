@@ -1,6 +1,6 @@
 """The residual blocks of all models, with or without conditioning, and weight initialization."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, MLPConfig, NormName, NormPosition, build_norm
-from onescan.layers.mixers import LowerBounds, Mixer, MixerConfig
+from onescan.layers.mixers import Mixer, MixerConfig
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
@@ -36,13 +36,6 @@ def init_weights(module: nn.Module, *, std: float) -> None:
         nn.init.zeros_(module.bias)
     elif isinstance(module, Mixer):
         module.init_weights()
-
-
-def lower_bound_of_each(
-    blocks: nn.ModuleList, lower_bounds: LowerBounds | None
-) -> Sequence[LowerBound | None]:
-    """Return the lower bound that each block's mixer reads; None for mixers that read none."""
-    return [None] * len(blocks) if lower_bounds is None else lower_bounds()[: len(blocks)].unbind()
 
 
 class Block(nn.Module):
@@ -103,6 +96,7 @@ class Block(nn.Module):
         x: Hidden,
         grid: Grid,
         *,
+        condition: Pooled | None = None,
         embedding: Hidden | None = None,
         keep: Keep | None = None,
         documents: Documents | None = None,
@@ -113,40 +107,25 @@ class Block(nn.Module):
 
         `embedding` contains the tokens before the first block, and `lower_bound` the smallest decay
         of each channel, for mixers that read them. `documents` are mixed separately and have no
-        state.
+        state. Only a `ConditionedBlock` reads the condition.
         """
-        options = {
-            "embedding": embedding, "keep": keep, "documents": documents, "state": state,
-            "lower_bound": lower_bound,
-        }  # fmt: skip
+        return self.recomputed(
+            self._forward, x, grid, condition=condition, embedding=embedding, keep=keep,
+            documents=documents, state=state, lower_bound=lower_bound,
+        )  # fmt: skip
+
+    def recomputed(self, function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Call a function, recomputing its activations in the backward pass if `recompute`."""
         if self.recompute and torch.is_grad_enabled():
-            run = in_current_group(self._forward)
-            return checkpoint(run, x, grid, use_reentrant=False, **options)
-        return self._forward(x, grid, **options)
+            run = in_current_group(function)
+            return checkpoint(run, *inputs, use_reentrant=False, **options)
+        return function(*inputs, **options)
 
     def _forward(
-        self,
-        x: Hidden,
-        grid: Grid,
-        *,
-        embedding: Hidden | None,
-        keep: Keep | None,
-        documents: Documents | None,
-        state: Any,
-        lower_bound: LowerBound | None,
+        self, x: Hidden, grid: Grid, *, condition: Pooled | None, **options: Any
     ) -> tuple[Hidden, Any]:
-        extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
-        bound: dict[str, Any] = {"lower_bound": lower_bound} if "lower_bound" in self.takes else {}
         is_pre = self.norm_position == "pre"
-        y = self.mixer_norm(x) if is_pre else x
-        if documents is not None and "cu_seqlens" in self.takes:
-            packing = documents.packing
-            y, _ = self._call_mixer(y, grid, keep=keep, cu_seqlens=packing, **extra, **bound)
-        elif documents is None:
-            y, state = self._call_mixer(y, grid, keep=keep, state=state, **extra, **bound)
-        else:
-            mix = partial(self._mix, **bound)
-            y = documents.mix_per_document(mix, y, keep=keep, **extra)
+        y, state = self.mix(self.mixer_norm(x) if is_pre else x, grid, **options)
         x = x + self.mixer_drop_path(self.mixer_dropout(y))
         x = x if is_pre else self.mixer_norm(x)
         if self.mlp is not None and self.mlp_norm is not None:
@@ -155,9 +134,28 @@ class Block(nn.Module):
             x = x if is_pre else self.mlp_norm(x)
         return x, state
 
-    def _mix(self, x: Hidden, grid: Grid, **options: Any) -> Hidden:
-        mixed, _ = self._call_mixer(x, grid, **options)
-        return mixed
+    def mix(
+        self,
+        x: Hidden,
+        grid: Grid,
+        *,
+        embedding: Hidden | None = None,
+        keep: Keep | None = None,
+        documents: Documents | None = None,
+        state: Any = None,
+        lower_bound: LowerBound | None = None,
+    ) -> tuple[Hidden, Any]:
+        """Return the output and the state of the mixer alone; arguments are those of `forward`."""
+        bound: dict[str, Any] = {"lower_bound": lower_bound} if "lower_bound" in self.takes else {}
+        extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
+        mix: Callable[..., Any] = partial(self._call_mixer, **bound)
+        if documents is None:
+            return mix(x, grid, keep=keep, state=state, **extra)
+        if "cu_seqlens" in self.takes:
+            y, _ = mix(x, grid, keep=keep, cu_seqlens=documents.packing, **extra)
+        else:
+            y = documents.mix_per_document(mix, x, keep=keep, **extra)
+        return y, None
 
     def _call_mixer(self, x: Hidden, grid: Grid, **options: Any) -> tuple[Hidden, Any]:
         """Call the mixer, and raise ValueError if it does not return outputs and state."""
@@ -186,39 +184,16 @@ class ConditionedBlock(Block):
         super().__init__(width, mlp=mlp, norm_affine=False, **options)
         self.modulation = Modulation(width, parts=3 if mlp is None else 6)
 
-    def forward(  # type: ignore[override]  # takes a condition, and no sequence arguments
-        self,
-        x: Hidden,
-        grid: Grid,
-        *,
-        condition: Pooled,
-        embedding: Hidden | None = None,
-        lower_bound: LowerBound | None = None,
-    ) -> tuple[Hidden, None]:
-        """Return the tokens after the block; there is no state."""
-        arguments = (x, grid, condition, embedding, lower_bound)
-        if self.recompute and torch.is_grad_enabled():
-            run = in_current_group(self._conditioned)
-            return checkpoint(run, *arguments, use_reentrant=False), None
-        return self._conditioned(*arguments), None
-
-    def _conditioned(
-        self,
-        x: Hidden,
-        grid: Grid,
-        condition: Pooled,
-        embedding: Hidden | None,
-        lower_bound: LowerBound | None,
-    ) -> Hidden:
-        extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
-        if "lower_bound" in self.takes:
-            extra["lower_bound"] = lower_bound
+    def _forward(
+        self, x: Hidden, grid: Grid, *, condition: Pooled | None, **options: Any
+    ) -> tuple[Hidden, Any]:
         shift, scale, gate, *of_mlp = self.modulation(condition)
-        x = x + gate * self._mix(modulate(self.mixer_norm(x), shift, scale), grid, **extra)
+        y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), grid, **options)
+        x = x + gate * y
         if self.mlp is not None and self.mlp_norm is not None:
             shift, scale, gate = of_mlp
             x = x + gate * self.mlp(modulate(self.mlp_norm(x), shift, scale))
-        return x
+        return x, state
 
 
 class DropPath(nn.Module):

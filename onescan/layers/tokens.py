@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from onescan.ops.parallel import SequenceGroup, refuse_group, sequence_group, se
 from onescan.shapes import Grid, GridKeep, Grids, Hidden, Keep, Pooled
 
 Indices = Int[Tensor, " T"]
-Mix = Callable[..., Hidden]
+Mix = Callable[..., tuple[Hidden, Any]]
 
 
 class Patchify(nn.Module):
@@ -302,7 +302,7 @@ class Documents:
     def mix_per_document(
         self, mix: Mix, x: Hidden, *, keep: Keep | None, **others: Hidden
     ) -> Hidden:
-        """Apply `mix(x, grid, keep=keep, **others)` to each document, and undo the regrouping."""
+        """Apply `y, _ = mix(x, grid, keep=keep, **others)` to each document, and return y."""
         if (group := sequence_group(None)) is not None:
             refuse_group(
                 group, "a layer without cu_seqlens", "it reads packed documents one per row"
@@ -314,7 +314,7 @@ class Documents:
                 kept = keep.flatten()[positions]
                 kept = kept if inside is None else kept & inside
             rows = {name: tensor.flatten(0, 1)[positions] for name, tensor in others.items()}
-            y = mix(x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=kept, **rows)
+            y, _ = mix(x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=kept, **rows)
             mixed.append(y.flatten(0, 1))
         return torch.cat(mixed).index_select(0, self._places).view(x.shape)
 

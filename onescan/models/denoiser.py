@@ -17,11 +17,11 @@ from onescan.layers.block import (
     Modulation,
     TimestepEmbedding,
     init_weights,
-    lower_bound_of_each,
     modulate,
 )
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
+from onescan.layers.stack import apply_blocks, build_blocks
 from onescan.layers.tokens import Patchify, Unpatchify, check_sizes
 from onescan.messages import named_type
 from onescan.ops.parallel import is_first_rank
@@ -132,20 +132,17 @@ class Denoiser(nn.Module):
         if config.position is not None:
             grid = Grid(shape, prefix=self.prefix)
             self.position = config.position.build(width=width, grid=grid)
-        kind = Block if config.condition == "tokens" else ConditionedBlock
-        self.blocks = nn.ModuleList(
-            kind(
-                width,
-                axes=len(shape),
-                mixer=config.mixer.for_layer(i),
-                mlp=config.mlp,
-                norm=config.norm,
-                mlp_norm_eps=config.mlp_norm_eps,
-            )
-            for i in range(config.depth)
-        )
-        self.lower_bounds = build_lower_bounds(config.mixer, depth=config.depth, width=width)
         in_norms = config.condition == "adaln_zero"
+        self.blocks, self.lower_bounds = build_blocks(
+            config.depth,
+            width,
+            axes=len(shape),
+            kind=ConditionedBlock if in_norms else Block,
+            mixer=config.mixer,
+            mlp=config.mlp,
+            norm=config.norm,
+            mlp_norm_eps=config.mlp_norm_eps,
+        )
         self.norm = build_norm(config.norm, width, affine=not in_norms)
         self.modulation = Modulation(width, 2) if in_norms else None
         self.unpatchify = Unpatchify(width, self.out_channels, config.patch_size)
@@ -199,19 +196,16 @@ class Denoiser(nn.Module):
                 labels = torch.full_like(timesteps, self.config.num_classes, dtype=torch.long)
             conditions.append(self.label(labels))
         grid = Grid(shape, prefix=self.prefix if is_first_rank() else 0)
-        options = {}
+        condition = None
         if self.modulation is None:
             tokens = torch.stack(conditions, dim=1)
             tokens = tokens if is_first_rank() else tokens[:, :0]
             x = torch.cat([tokens, x], dim=1)  # B 2+T D
         else:
-            options["condition"] = condition = sum(conditions[1:], start=conditions[0])  # B D
+            condition = sum(conditions[1:], start=conditions[0])  # B D
         if self.position is not None:
             x, _ = self.position(x, grid)
-        embedding = x
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for block, bound in zip(self.blocks, bounds, strict=True):
-            x, _ = block(x, grid, embedding=embedding, lower_bound=bound, **options)
+        x = apply_blocks(self.blocks, self.lower_bounds, x, grid, condition=condition).x
         x = self.norm(x[:, grid.prefix :])
         if self.modulation is not None:
             x = modulate(x, *self.modulation(condition))

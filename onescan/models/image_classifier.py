@@ -12,18 +12,15 @@ from torch import nn
 from onescan.checks import check_choice, check_floating, check_positive
 from onescan.configs import ModelConfig
 from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
-from onescan.layers.block import Block, init_weights, lower_bound_of_each
-from onescan.layers.mixers import (
-    LightNetMixerConfig,
-    MixerConfig,
-    build_lower_bounds,
-)
+from onescan.layers.block import init_weights
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import (
     AbsolutePosition,
     PositionConfig,
     ToeplitzPosition,
     ToeplitzPositionConfig,
 )
+from onescan.layers.stack import StackOutput, apply_blocks, build_blocks
 from onescan.layers.tokens import (
     AttentionPool,
     Patchify,
@@ -153,7 +150,7 @@ class ImageClassifier(nn.Module):
     def __init__(self, config: ImageClassifierConfig) -> None:
         super().__init__()
         self.config = config
-        width, depth = config.width, config.depth
+        width = config.width
         self.patchify = Patchify(config.channels, config.patch_size, width)
         shape = self.patchify.grid_shape((config.channels, *config.image_size))
         self.class_token = _token(width) if config.pool in WITH_CLASS_TOKEN else None
@@ -161,19 +158,16 @@ class ImageClassifier(nn.Module):
         if config.position is not None:
             grid = Grid(shape, prefix=self.prefix)
             self.position = config.position.build(width=width, grid=grid)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                axes=len(shape),
-                mixer=config.mixer.for_layer(i),
-                mlp=config.mlp,
-                norm=config.norm,
-                norm_eps=config.norm_eps,
-                drop_path=config.drop_path * i / max(depth - 1, 1),
-            )
-            for i in range(depth)
+        self.blocks, self.lower_bounds = build_blocks(
+            config.depth,
+            width,
+            axes=len(shape),
+            mixer=config.mixer,
+            mlp=config.mlp,
+            norm=config.norm,
+            norm_eps=config.norm_eps,
+            drop_path=config.drop_path,
         )
-        self.lower_bounds = build_lower_bounds(config.mixer, depth=depth, width=width)
         self.norm = build_norm(config.norm, width, eps=config.norm_eps)
         self.attention_pool = AttentionPool(width) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.num_classes)
@@ -214,7 +208,7 @@ class ImageClassifier(nn.Module):
         """
         check_floating(images=images)
         images, kept = self._without_padding(images, keep)
-        x, _ = self._through_blocks(images, kept)
+        x = self._through_blocks(images, kept).x
         return self.forward_head(self.norm(x), kept)
 
     def forward_features(self, images: Grids, keep: GridKeep | None = None) -> Hidden:
@@ -228,8 +222,7 @@ class ImageClassifier(nn.Module):
             images: As in `forward`.
             keep: As in `forward`.
         """
-        x, _ = self._through_blocks(*self._without_padding(images, keep))
-        return self.norm(x)
+        return self.norm(self._through_blocks(*self._without_padding(images, keep)).x)
 
     def forward_grid(self, images: Grids, keep: GridKeep | None = None) -> GridFeatures:
         """Return the normalized patches of the last block as a grid, [B, width, *grid].
@@ -307,12 +300,8 @@ class ImageClassifier(nn.Module):
         grid, position = Grid(shape), None
         if self.position is not None:
             x, position = self.position(x, grid, state.position, return_state=True)
-        embedding, mixers = x, []
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        for block, bound, before in zip(self.blocks, bounds, state.mixers, strict=True):
-            x, after = block(x, grid, embedding=embedding, state=before, lower_bound=bound)
-            mixers.append(after)
-        return self.norm(x), StreamState(tuple(mixers), position, shape[1:])
+        x, mixers, _ = apply_blocks(self.blocks, self.lower_bounds, x, grid, states=state.mixers)
+        return self.norm(x), StreamState(mixers, position, shape[1:])
 
     def _check_streams(self) -> int:
         """Return the block size of a stream, in patches.
@@ -378,7 +367,7 @@ class ImageClassifier(nn.Module):
         chosen = chosen_blocks(indices, len(self.blocks))
         stop = max(chosen) + 1 if stop_early else None
         x, kept = self._without_padding(x, keep)
-        last, after = self._through_blocks(x, kept, chosen=chosen, stop=stop)
+        last, _, after = self._through_blocks(x, kept, chosen=chosen, stop=stop)
         if norm:
             after = [self.norm(tokens) for tokens in after]
         prefixes = [tokens[:, : self.own_prefix] for tokens in after]
@@ -397,16 +386,13 @@ class ImageClassifier(nn.Module):
         *,
         chosen: Sequence[int] = (),
         stop: int | None = None,
-    ) -> tuple[Hidden, list[Hidden]]:
-        """Return the tokens after the last block before `stop`, and those after chosen blocks."""
+    ) -> StackOutput:
+        """Return the tokens after the last block before `stop`, and after `chosen` blocks."""
         with self.patchify.known_lengths(images, prefix=self.prefix):
             x, grid = self.embed(images, kept)
-            embedding, after = x, []
-            bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-            for i, block in enumerate(self.blocks[:stop]):
-                x, _ = block(x, grid, embedding=embedding, keep=kept, lower_bound=bounds[i])
-                after += [x] * (i in chosen)
-            return x, after
+            return apply_blocks(
+                self.blocks[:stop], self.lower_bounds, x, grid, keep=kept, selected=chosen
+            )
 
     def embed(self, images: Grids, kept: Keep | None = None) -> tuple[Hidden, Grid]:
         """Return the tokens before the first block, and their grid; `kept` tokens are real."""

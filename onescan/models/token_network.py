@@ -19,9 +19,9 @@ from onescan.checks import (
 )
 from onescan.configs import ModelConfig
 from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, NormPosition, build_norm
-from onescan.layers.block import Block, init_weights, lower_bound_of_each
+from onescan.layers.block import init_weights
 from onescan.layers.convolution import RealFirst
-from onescan.layers.mixers import LightNetMixerConfig, MixerConfig, build_lower_bounds
+from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.mixers.contract import Mixer, masked, rows_where
 from onescan.layers.position import (
     AbsolutePositionConfig,
@@ -31,6 +31,7 @@ from onescan.layers.position import (
     TokenPosition,
     TokenPositionConfig,
 )
+from onescan.layers.stack import apply_blocks, build_blocks
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
 from onescan.ops.collectives import gather_tokens
@@ -245,20 +246,17 @@ class TokenNetwork(nn.Module):
             self.position = config.position.build(width=width, grid=Grid((1,)))
         self.embedding_norm = self._build_norm(present=config.embedding_norm)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                axes=1,
-                mixer=config.mixer.for_layer(i),
-                mlp=config.mlp,
-                norm=config.norm,
-                norm_position=config.norm_position,
-                norm_eps=config.norm_eps,
-                dropout=config.dropout,
-            )
-            for i in range(config.depth)
+        self.blocks, self.lower_bounds = build_blocks(
+            config.depth,
+            width,
+            axes=1,
+            mixer=config.mixer,
+            mlp=config.mlp,
+            norm=config.norm,
+            norm_position=config.norm_position,
+            norm_eps=config.norm_eps,
+            dropout=config.dropout,
         )
-        self.lower_bounds = build_lower_bounds(config.mixer, depth=config.depth, width=width)
         self.norm = self._build_norm(present=config.norm_position == "pre")
         self.apply(self.init_weights)
 
@@ -430,16 +428,18 @@ class TokenNetwork(nn.Module):
         if self.position is not None:
             packing = None if per_document is None else per_document.packing
             x, position = self.position(x, grid, position, keep, cu_seqlens=packing)
-        x = embedding = self.dropout(self.embedding_norm(x))
-        states: list[Any] = []
-        after = [x]
-        options = {"embedding": embedding, "keep": keep, "documents": per_document}
-        bounds = lower_bound_of_each(self.blocks, self.lower_bounds)
-        kept = len(self.blocks) + 1 if outputs is not None else read_outs
-        for block, mixer, bound in zip(self.blocks, before.blocks, bounds, strict=True):
-            x, mixer = block(x, grid, state=mixer, lower_bound=bound, **options)
-            states.append(mixer)
-            after = [*after, x][-kept:]
+        embedding, depth = self.dropout(self.embedding_norm(x)), len(self.blocks)
+        _, states, after = apply_blocks(
+            self.blocks,
+            self.lower_bounds,
+            embedding,
+            grid,
+            keep=keep,
+            documents=per_document,
+            states=before.blocks,
+            selected=range(depth - read_outs if outputs is None else 0, depth),
+        )
+        after = after if outputs is None else [embedding, *after]
         if order is not None:
             after = [order.restore(y) for y in after]
         if outputs is not None:
@@ -447,7 +447,7 @@ class TokenNetwork(nn.Module):
         x = self.norm(after[-1] if read_outs == 1 else torch.cat(after[-read_outs:]))
         if is_packed:
             return x, None
-        return x, NetworkState(position, tuple(states), self._continues(embedding, keep))
+        return x, NetworkState(position, states, self._continues(embedding, keep))
 
     def _continues(self, x: Hidden, keep: Keep | None) -> bool | None:
         """Return whether a call can continue a blockwise causal one with these tokens."""

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from onescan.experiments.tasks import Batch, Task
 from onescan.experiments.training.config import RunConfig, TransferConfig
 from onescan.inference.loading import PretrainedModel, load_pretrained_model
 from onescan.inputs import GridFormat
-from onescan.layers.block import Block, lower_bound_of_each
+from onescan.layers.block import Block
 from onescan.layers.mixers import LowerBounds
+from onescan.layers.stack import lower_bound_of_each
+from onescan.layers.tokens import Documents
 from onescan.ops.collectives import sum_over_ranks
-from onescan.ops.parallel import in_current_group, sequence_group
-from onescan.shapes import LowerBound
+from onescan.ops.parallel import sequence_group
 
 STANDARDIZATION = ("channels", "mean", "std")
 
@@ -92,13 +92,13 @@ class AttentionTransfer:
         """
         teacher, ours = self._matched(student, task)
         module = next((m for m in student.modules() if isinstance(m, LowerBounds)), None)
-        bounds = lower_bound_of_each(nn.ModuleList(ours), module)
+        bounds = lower_bound_of_each(ours, module)
         errors, norms = _zeros(ours), _zeros(ours)
 
-        def compare(i: int, output: Tensor, *inputs: Any, keep: Tensor | None) -> None:
-            target = output.float()
+        def compare(i: int, output: Tensor, *inputs: Any, **options: Any) -> None:
+            target, block = output.float(), ours[i]
             with torch.enable_grad():
-                y = _mix(ours[i], bounds[i], *inputs, keep=keep)
+                y, _ = block.recomputed(block.mix, *inputs, lower_bound=bounds[i], **options)
                 errors[i] = errors[i] + (y.float() - target).square().sum()
             norms[i] = norms[i] + target.square().sum()
 
@@ -115,8 +115,7 @@ class AttentionTransfer:
         teacher, ours = self._matched(student, task)
         norms = _zeros(ours)
 
-        def measure(i: int, output: Tensor, *_: Any, keep: Tensor | None) -> None:
-            del keep
+        def measure(i: int, output: Tensor, *_: Any, **__: Any) -> None:
             norms[i] = norms[i] + output.float().square().sum()
 
         _run(teacher, task, batch, measure)
@@ -159,11 +158,13 @@ class AttentionTransfer:
 
 @torch.no_grad()
 def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]) -> None:
-    """Apply the teacher up to its last block; call read(i, output, *inputs) after mixer i."""
+    """Apply the teacher up to its last block; call read(i, output, x, grid, ...) after mixer i."""
 
     def reading(i: int) -> Callable[..., Any]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
-            read(i, output[0], *inputs, keep=options.get("keep"))
+            packing = options.get("cu_seqlens")
+            documents = None if packing is None else Documents(packing)
+            read(i, output[0], *inputs, keep=options.get("keep"), documents=documents)
             return output[0], None  # drop the teacher's state, such as a cache of keys
 
         return hook
@@ -186,19 +187,6 @@ def _zeros(blocks: list[Block]) -> list[Tensor]:
     """Return a zero for each block, on its device."""
     device = next(blocks[0].parameters()).device
     return [torch.zeros((), device=device) for _ in blocks]
-
-
-def _mix(
-    block: Block, bound: LowerBound | None, x: Tensor, grid: Any, *, keep: Tensor | None
-) -> Tensor:
-    """Apply a block's mixer; recompute it in the backward pass where the block would be."""
-    options: dict[str, Any] = {"keep": keep} | ({} if bound is None else {"lower_bound": bound})
-    if block.recompute:
-        run = in_current_group(block.mixer)
-        y, _ = checkpoint(run, x, grid, use_reentrant=False, **options)
-    else:
-        y, _ = block.mixer(x, grid, **options)
-    return y
 
 
 def _finish(*_: Any) -> None:

@@ -388,6 +388,15 @@ def test_documents_are_compared_separately(teachers):
     torch.testing.assert_close(loss.double(), (errors / norms).mean(), atol=1e-5, rtol=1e-5)
 
 
+def test_a_teacher_can_mix_packed_documents_itself(teachers):
+    lion = LionMixerConfig(num_heads=HEADS, direction="forward")  # takes cu_seqlens
+    run = student_of(teachers / "text", lion)
+    student, transfer, (task, batch) = fresh(run.model), AttentionTransfer.of(run), image_batch(run)
+    assert (batch[1] != batch[1][:, :1]).any()
+    transfer.teacher = fresh(run.model).eval()
+    assert transfer.loss(student, task, batch) == 0
+
+
 def test_a_student_equal_to_its_teacher_has_no_loss(teachers):
     run = student_of(teachers / "images", SOFTMAX)
     task, batch = image_batch(run)
