@@ -70,8 +70,8 @@ def test_the_number_of_heads_may_be_set_for_both():
 def test_each_mixer_counts_its_own_blocks():
     lion = LionMixerConfig(direction="alternating")
     config = HybridMixerConfig(linear=lion, attention=SOFTMAX, period=2, offset=0)
-    directions = [getattr(mixer, "direction", None) for mixer in layers(config, 6)]
-    assert directions == [None, "forward", None, "backward", None, "forward"]
+    directions = [mixer.direction for mixer in layers(config, 6)]
+    assert directions == ["both", "forward", "both", "backward", "both", "forward"]
 
 
 def test_hybrids_nest():
@@ -93,8 +93,8 @@ def test_hybrids_nest():
         ({"period": 0}, "mixer.period is 0, expected a whole number of at least 1"),
         ({"offset": 3}, "mixer.offset is 3, expected -3 to 2 with period 3"),
         ({"offset": -4}, "mixer.offset is -4"),
-        ({"linear.causal": True}, "mixer.linear is causal and mixer.attention is not"),
-        ({"attention.causal": True}, "mixer.attention is causal and mixer.linear is not"),
+        ({"linear.direction": "forward"}, "mixer.linear is causal and mixer.attention is not"),
+        ({"attention.direction": "forward"}, "mixer.attention is causal and mixer.linear is not"),
     ],
 )
 def test_impossible_hybrids_are_refused(change, message):
@@ -149,7 +149,7 @@ def test_both_mixers_must_be_causal_for_a_causal_model():
     for config in (CausalLMConfig(**sizes), SequenceDecoderConfig(**sizes, num_heads=2)):
         for one, other in (("linear", "attention"), ("attention", "linear")):
             mixed = dataclasses.replace(
-                config, mixer=configs.replace(HYBRID, {f"{one}.causal": True})
+                config, mixer=configs.replace(HYBRID, {f"{one}.direction": "forward"})
             )
             with pytest.raises(ValueError, match=f"mixer.{one} is causal and mixer.{other} is not"):
                 mixed.build()
