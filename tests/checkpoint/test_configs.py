@@ -16,6 +16,13 @@ from onescan import configs
 from onescan.experiments.data import DataConfig
 from onescan.experiments.tasks import TaskConfig
 from onescan.inputs import Format
+from onescan.layers.mixers import (
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+    MambaMixerConfig,
+    MixerConfig,
+    SoftmaxMixerConfig,
+)
 from onescan.models.presets import preset
 
 
@@ -235,3 +242,47 @@ def test_names_of_other_libraries_are_translated(name, field):
 def test_an_unknown_mixer_lists_the_mixers():
     with pytest.raises(ValueError, match=r"mixer is 'softmax', .* one of .*SoftmaxMixerConfig"):
         preset("lightnet_tiny", mixer="softmax")
+
+
+@pytest.mark.parametrize(
+    ("stored", "config"),
+    [
+        ({"type": "LightNetMixerConfig", "causal": True}, LightNetMixerConfig(direction="forward")),
+        (
+            {"type": "LightNetMixerConfig", "gate": True, "gate_activation": "silu"},
+            LightNetMixerConfig(gate="silu"),
+        ),
+        (
+            {"type": "LightNetMixerConfig", "gate": False, "gate_activation": "silu"},
+            LightNetMixerConfig(gate="none"),
+        ),
+        ({"type": "LightNetMixerConfig", "gate": True}, LightNetMixerConfig()),
+        ({"type": "SoftmaxMixerConfig", "causal": False}, SoftmaxMixerConfig()),
+        (
+            {"type": "LinearDiffusionMixerConfig", "causal": True},
+            LinearDiffusionMixerConfig(direction="forward"),
+        ),
+        ({"type": "MambaMixerConfig", "gate": True}, MambaMixerConfig()),
+        ({"type": "MambaMixerConfig", "gate": False}, MambaMixerConfig(gate="none")),
+    ],
+)
+def test_settings_of_earlier_versions_are_translated(stored, config):
+    assert configs.from_dict(MixerConfig, stored) == config
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"type": "LightNetMixerConfig", "causal": True, "direction": "both"},
+        {"type": "LightNetMixerConfig", "causal": 1},
+        {"type": "LionMixerConfig", "causal": True},
+    ],
+)
+def test_only_settings_that_earlier_versions_stored_are_translated(stored):
+    with pytest.raises(ValueError, match="causal is unknown; onescan calls it 'direction'"):
+        configs.from_dict(MixerConfig, stored)
+
+
+def test_old_names_are_translated_only_where_they_were_stored():
+    with pytest.raises(ValueError, match="mixer.causal is unknown; onescan calls it 'direction'"):
+        preset("lightnet_tiny", **{"mixer.causal": True})
