@@ -134,15 +134,9 @@ class Denoiser(nn.Module):
             self.position = config.position.build(width=width, grid=grid)
         in_norms = config.condition == "adaln_zero"
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth,
-            width,
-            axes=len(shape),
-            kind=ConditionedBlock if in_norms else Block,
-            mixer=config.mixer,
-            mlp=config.mlp,
-            norm=config.norm,
-            mlp_norm_eps=config.mlp_norm_eps,
-        )
+            config.depth, width, kind=ConditionedBlock if in_norms else Block, axes=len(shape),
+            mixer=config.mixer, mlp=config.mlp, norm=config.norm, mlp_norm_eps=config.mlp_norm_eps,
+        )  # fmt: skip
         self.norm = build_norm(config.norm, width, affine=not in_norms)
         self.modulation = Modulation(width, 2) if in_norms else None
         self.unpatchify = Unpatchify(width, self.out_channels, config.patch_size)

@@ -159,15 +159,9 @@ class ImageClassifier(nn.Module):
             grid = Grid(shape, prefix=self.prefix)
             self.position = config.position.build(width=width, grid=grid)
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth,
-            width,
-            axes=len(shape),
-            mixer=config.mixer,
-            mlp=config.mlp,
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            drop_path=config.drop_path,
-        )
+            config.depth, width, axes=len(shape), mixer=config.mixer, mlp=config.mlp,
+            norm=config.norm, norm_eps=config.norm_eps, drop_path=config.drop_path,
+        )  # fmt: skip
         self.norm = build_norm(config.norm, width, eps=config.norm_eps)
         self.attention_pool = AttentionPool(width) if config.pool == "attention" else None
         self.head = nn.Linear(width, config.num_classes)

@@ -247,16 +247,9 @@ class TokenNetwork(nn.Module):
         self.embedding_norm = self._build_norm(present=config.embedding_norm)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth,
-            width,
-            axes=1,
-            mixer=config.mixer,
-            mlp=config.mlp,
-            norm=config.norm,
-            norm_position=config.norm_position,
-            norm_eps=config.norm_eps,
-            dropout=config.dropout,
-        )
+            config.depth, width, axes=1, mixer=config.mixer, mlp=config.mlp, norm=config.norm,
+            norm_position=config.norm_position, norm_eps=config.norm_eps, dropout=config.dropout,
+        )  # fmt: skip
         self.norm = self._build_norm(present=config.norm_position == "pre")
         self.apply(self.init_weights)
 
@@ -429,16 +422,11 @@ class TokenNetwork(nn.Module):
             packing = None if per_document is None else per_document.packing
             x, position = self.position(x, grid, position, keep, cu_seqlens=packing)
         embedding, depth = self.dropout(self.embedding_norm(x)), len(self.blocks)
+        first = depth - read_outs if outputs is None else 0
         _, states, after = apply_blocks(
-            self.blocks,
-            self.lower_bounds,
-            embedding,
-            grid,
-            keep=keep,
-            documents=per_document,
-            states=before.blocks,
-            selected=range(depth - read_outs if outputs is None else 0, depth),
-        )
+            self.blocks, self.lower_bounds, embedding, grid, keep=keep, documents=per_document,
+            states=before.blocks, selected=range(first, depth),
+        )  # fmt: skip
         after = after if outputs is None else [embedding, *after]
         if order is not None:
             after = [order.restore(y) for y in after]
