@@ -284,5 +284,5 @@ def test_only_settings_that_earlier_versions_stored_are_translated(stored):
 
 
 def test_old_names_are_translated_only_where_they_were_stored():
-    with pytest.raises(ValueError, match="mixer.causal is unknown; onescan calls it 'direction'"):
+    with pytest.raises(ValueError, match=r"mixer\.causal is unknown; onescan calls it 'direction'"):
         preset("lightnet_tiny", **{"mixer.causal": True})
