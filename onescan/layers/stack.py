@@ -44,10 +44,10 @@ def build_blocks(
         drop_path: Drop rate of the last block; it increases linearly from 0.
         options: Other arguments of each block.
     """
-    rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-    blocks = nn.ModuleList(
-        kind(width, mixer=mixer.for_layer(i), drop_path=rate, **options)
-        for i, rate in enumerate(rates)
+    last = max(depth - 1, 1)
+    blocks = nn.ModuleList(  # one by one: a depth from a damaged file may be huge
+        kind(width, mixer=mixer.for_layer(i), drop_path=drop_path * i / last, **options)
+        for i in range(depth)
     )
     return blocks, build_lower_bounds(mixer, depth=depth, width=width)
 

@@ -151,6 +151,100 @@ def test_a_broken_promise_is_named(promise):
         check_mixer(FAULTS[promise], axes=1)
 
 
+def overwritten(forward, call, mixer):
+    """Return the outputs of a call that writes the new state over the one it continues."""
+    y, state = forward()
+    if call.state is not None:
+        call.state.kv.copy_(state.kv)
+    return y, state
+
+
+def in_place(forward, call, mixer):
+    call.x.data.clamp_(-1, 1)
+    return forward()
+
+
+def counted(forward, call, mixer):
+    """Scale by the number of tokens seen, but remember those of the last call only."""
+    inner, seen = (None, 0) if call.state is None else call.state
+    y, state = forward(state=inner)
+    return y * (1 + seen), (state, torch.full((len(y),), call.x.shape[1]).double().mean().item())
+
+
+SUBTLE = {
+    "a sample reads the one before": (
+        "samples do not mix",
+        broken(outputs(lambda y, *_: y.cumsum(0))),
+    ),
+    "float64 outputs": (
+        "outputs have the dtype of inputs",
+        broken(outputs(lambda y, *_: y * torch.ones(1, dtype=torch.float64))),
+    ),
+    "a changed input": ("outputs and state are as promised", broken(in_place)),
+    "a changed state": ("two calls equal one", broken(overwritten)),
+    "a mask that is forgotten with a state": (
+        "two calls equal one",
+        broken(lambda f, call, _: f(keep=call.keep if call.state is None else None)),
+    ),
+    "a list as a state": ("the state keeps its size", broken(lambda f, call, _: as_list(f, call))),
+    "NaN for a row without tokens": (
+        "masked tokens are not read",
+        broken(
+            outputs(
+                lambda y, call, _: (
+                    y if call.keep is None else y / call.keep.sum(1).view(-1, 1, 1).double()
+                )
+            )
+        ),
+    ),
+    "a state that counts only the last call": ("two calls equal one", broken(counted)),
+}
+
+
+def as_list(forward, call):
+    y, state = forward(state=None if call.state is None else call.state[0])
+    return y, [state]
+
+
+@pytest.mark.parametrize("fault", SUBTLE)
+def test_a_subtle_fault_is_found(fault):
+    promise, config = SUBTLE[fault]
+    with pytest.raises(ValueError, match=f'"{promise}" does not hold: '):
+        check_mixer(config, axes=1)
+
+
+class Ours(PlainConfig):
+    def build(self, *, width, axes):
+        return Normalizing(self, width)
+
+
+class Normalizing(Plain):
+    """A mixer that is right: it normalizes its input, and has a parameter that is frozen."""
+
+    def __init__(self, config, width):
+        super().__init__(config, width)
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x, grid, **options):
+        return super().forward(
+            nn.functional.layer_norm(x, x.shape[-1:]) * self.frozen, grid, **options
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Ours(num_heads=2),
+        Ours(num_heads=2, state_block=None),
+        LightNetMixerConfig(num_heads=2, causal_block=4),
+        LionMixerConfig(num_heads=2, causal_block=5),
+    ],
+)
+@pytest.mark.parametrize("axes", [1, 3])
+def test_right_mixers_are_not_refused(config, axes):
+    check_mixer(config, axes=axes)
+
+
 def test_weights_that_are_not_saved_and_growing_states_are_found():
     class Hidden(Plain):
         def __init__(self, config, width):
@@ -191,10 +285,11 @@ def test_other_objects_are_refused():
 
 def test_registered_mixers_have_names():
     register_mixer("plain_for_a_test", PlainConfig(num_heads=2))
-    register_mixer("plain_for_a_test", PlainConfig(num_heads=2))  # as when a file is imported twice
     assert mixer_named("plain_for_a_test") == PlainConfig(num_heads=2)
+    register_mixer("plain_for_a_test", PlainConfig(num_heads=3))  # after an edit
+    assert mixer_named("plain_for_a_test") == PlainConfig(num_heads=3)
     assert "plain_for_a_test" in mixer_names()
-    with pytest.raises(ValueError, match="name is 'lion_s', which is another mixer's"):
+    with pytest.raises(ValueError, match="name is 'lion_s', which is onescan's own mixer"):
         register_mixer("lion_s", PlainConfig())
     with pytest.raises(ValueError, match="name is 'a b', expected letters, digits and underscores"):
         register_mixer("a b", PlainConfig())

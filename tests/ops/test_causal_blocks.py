@@ -479,7 +479,7 @@ def test_ranks_compute_the_mixers_of_one_process(name, tmp_path):
 
 @over_mixers
 def test_one_token_per_block_is_the_causal_mixer(config):
-    causal = {"causal": True} if "LightNet" in str(config) else {"direction": "forward"}
+    causal = {"direction": "forward"}
     if "Lion" in str(config):
         causal["decay_at"] = "source"  # as in both directions
     torch.manual_seed(0)
@@ -507,20 +507,16 @@ def test_a_mixer_has_blocks_only_without_a_prefix_and_another_direction(config):
         mixer(normal(1, 13, WIDTH), Grid((3, 4), prefix=1))
     with pytest.raises(ValueError, match="causal_block is 0, expected a whole number"):
         trained(config, causal_block=0)
-    if "LightNet" in str(config):
-        changes = {"causal": True}
-    else:
-        changes = {"direction": "forward"}
-        with pytest.raises(ValueError, match=r"causal_block is 4 with .*scan='natural', expected"):
-            trained(config, causal_block=4, scan="natural")
+    with pytest.raises(ValueError, match=r"causal_block is 4 with .*scan='natural', expected"):
+        trained(config, causal_block=4, scan="natural")
     with pytest.raises(ValueError, match="causal_block is 4 with"):
-        trained(config, causal_block=4, **changes)
+        trained(config, causal_block=4, direction="forward")
 
 
 def test_mixers_without_blocks():
     with pytest.raises(ValueError, match="sum_before_mask' with causal_block=4, expected"):
         trained(LionMixerConfig, causal_block=4, normalize="sum_before_mask")
-    with pytest.raises(ValueError, match="form is 'recurrent', but requires a causal mixer"):
+    with pytest.raises(ValueError, match="form is 'recurrent' with direction='both', expected"):
         trained(LightNetMixerConfig, causal_block=4, form="recurrent")
 
 

@@ -1,7 +1,8 @@
 """Check that a mixer does what models, training and streaming rely on."""
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from onescan.messages import named_type
 from onescan.ops.packing import Packing
 from onescan.shapes import Grid
 
-BATCH, TOKENS, PREFIX = 2, 12, 2
+BATCH, TOKENS, PREFIX = 3, 12, 2
 PAIR = 2  # outputs and state
 RTOL, ATOL = 1e-7, 1e-9  # in float64
 REAL = 0.7  # share of tokens that a mask keeps
@@ -23,7 +24,8 @@ REAL = 0.7  # share of tokens that a mask keeps
 def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple[str, ...]:
     """Check a mixer of your own against everything that its config promises.
 
-    The mixer is built with random weights and called on random tokens, in float64 on the CPU.
+    The mixer is built with random weights and called on random tokens on the CPU, in float64, in
+    which it should compute everything, so that errors are not taken for rounding.
 
     Args:
         config: Config of the mixer, for one block of a model.
@@ -45,7 +47,8 @@ def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple
         raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return tuple(name for number in {1, axes} for name in _checked(config, width, number))
+        checked = [name for number in {1, axes} for name in _checked(config, width, number)]
+        return tuple(dict.fromkeys(checked))
 
 
 def _checked(config: MixerConfig, width: int, axes: int) -> Iterator[str]:
@@ -85,11 +88,13 @@ class Case:
     def tokens(self, count: int) -> Tensor:
         return torch.randn(BATCH, count, self.width, dtype=torch.float64)
 
-    def mask(self, count: int) -> Tensor:
-        """Return a mask with real and masked tokens in each row, and real ones at both ends."""
+    @property
+    def keep(self) -> Tensor:
+        """A mask with padding on the left, on the right, in between, and everywhere."""
+        count = self.grid.tokens
         keep = torch.rand(BATCH, count) < REAL
-        keep[:, 0] = keep[:, -1] = True
-        keep[0, 1 : 1 + count // 4] = False
+        keep[0, : count // 4], keep[1, -(count // 4) :] = False, False
+        keep[2] = False
         return keep
 
     def call(self, x: Tensor, grid: Grid | None = None, **options: Any) -> tuple[Tensor, Any]:
@@ -100,66 +105,109 @@ class Case:
             options["embedding"] = torch.sin(x)
         if "lower_bound" in takes:
             options["lower_bound"] = torch.full((self.width,), 0.2, dtype=x.dtype)
+        given = x.detach().clone()
         made = self.mixer(x, grid, **options)
+        same = torch.equal(x.nan_to_num(), given.nan_to_num())
+        assert same, "forward changed its input in place"
         assert isinstance(made, tuple) and len(made) == PAIR, (  # noqa: PT018
             f"forward returned {named_type(made)}, expected a pair of outputs and state, such as "
             "(x, None)"
         )
         return made
 
-    def part(self, start: int, stop: int) -> tuple[Tensor, Grid]:
-        """Return the tokens of some places along the first axis, and their grid."""
+    def parts(self, cuts: Sequence[int]) -> Iterator[tuple[slice, Grid]]:
+        """Yield where the parts of the tokens are, cut along the first axis, and their grids."""
         per_step = self.grid.tokens // self.grid.shape[0]
-        x = self.x[:, start * per_step : stop * per_step]
-        return x, Grid((stop - start, *self.grid.shape[1:]))
+        for start, stop in itertools.pairwise(cuts):
+            grid = Grid((stop - start, *self.grid.shape[1:]))
+            yield slice(start * per_step, stop * per_step), grid
+
+    def in_parts(self, cuts: Sequence[int], **options: Any) -> tuple[Tensor, Any]:
+        """Call the mixer on one part of the tokens after another; return all outputs."""
+        state, outputs = None, []
+        for at, grid in self.parts(cuts):
+            own = {name: x[:, at] for name, x in options.items()}
+            y, state = self.call(self.x[:, at], grid, state=state, **own)
+            outputs.append(y)
+        return torch.cat(outputs, dim=1), state
 
 
 def _grid(config: MixerConfig, axes: int) -> Grid:
-    """Return a grid whose tokens are whole blocks along the first axis."""
+    """Return a grid whose steps along the first axis are whole blocks, of at least four steps."""
     block = config.state_block or 1
     if axes == 1:
-        return Grid((block * max(1, TOKENS // block),))
-    rest = (2,) * (axes - 2)
-    return Grid((4 * block, 3, *rest))
+        return Grid((block * max(4, TOKENS // block),))
+    return Grid((4, 3 * block, *(2,) * (axes - 2)))
 
 
-def _close(got: Tensor, want: Tensor, what: str) -> None:
-    error = (got - want).abs().max().item() if got.shape == want.shape and got.numel() else 0.0
+def _close(got: Tensor, want: Tensor, what: str, *, atol: float = ATOL) -> None:
     assert got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    assert torch.allclose(got, want, rtol=RTOL, atol=ATOL), f"{what} differs by up to {error:.3g}"
+    error = (got - want).abs().max().item() if got.numel() else 0.0
+    assert torch.allclose(got, want, rtol=RTOL, atol=atol), f"{what} differs by up to {error:.3g}"
 
 
 def _shape(case: Case) -> None:
     y, state = case.call(case.x)
     assert y.shape == case.x.shape, f"outputs have shape {tuple(y.shape)}"
-    assert y.dtype == case.x.dtype, f"outputs have dtype {y.dtype} for inputs of {case.x.dtype}"
     promised = case.config.state_block is not None
     assert (state is not None) == promised, (
         f"state is {named_type(state)} with state_block={case.config.state_block}"
     )
-    _close(case.call(case.x)[0], y, "a second call")
+    _close(case.call(case.x)[0], y, "y of a second call")
+
+
+def _dtypes(case: Case) -> None:
+    mixer, x = case.mixer, case.x
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            case.mixer = copy.deepcopy(mixer).to(dtype)
+            y, _ = case.call(x.to(dtype))
+            assert y.dtype == dtype, f"outputs have dtype {y.dtype} for inputs of {dtype}"
+            assert y.isfinite().all(), f"outputs in {dtype} are not finite"
+    finally:
+        case.mixer = mixer
 
 
 def _samples(case: Case) -> None:
-    _close(case.call(case.x[:1])[0], case.call(case.x)[0][:1], "a sample alone")
+    for mode in (case.mixer.train, case.mixer.eval):
+        mode()
+        if case.mixer.training and _is_random(case):
+            continue
+        whole, _ = case.call(case.x)
+        for i in range(BATCH):
+            _close(case.call(case.x[i : i + 1])[0], whole[i : i + 1], f"y of sample {i} alone")
+
+
+def _is_random(case: Case) -> bool:
+    return not torch.equal(case.call(case.x)[0], case.call(case.x)[0])
 
 
 def _gradients(case: Case) -> None:
-    x = case.x.clone().requires_grad_()
-    y, _ = case.call(x)
-    named = dict(case.mixer.named_parameters())
-    found = torch.autograd.grad(y.square().sum(), [x, *named.values()], allow_unused=True)
-    for name, gradient in zip(("x", *named), found, strict=True):
-        assert gradient is not None, f"{name} has no gradient"
-        assert gradient.isfinite().all(), f"the gradient of {name} is not finite"
+    named = {name: p for name, p in case.mixer.named_parameters() if p.requires_grad}
+    grids = [case.grid]
+    if _may_have_prefix(case.config):
+        grids.append(Grid(case.grid.shape, PREFIX))
+    reached: set[str] = set()
+    for grid in grids:
+        x = case.tokens(grid.tokens).requires_grad_()
+        for options in ({}, {"keep": case.keep} if grid == case.grid else {}):
+            y, _ = case.call(x, grid, **options)
+            leaves = {"x": x, **named}
+            found = torch.autograd.grad(y.square().sum(), [*leaves.values()], allow_unused=True)
+            for name, gradient in zip(leaves, found, strict=True):
+                if gradient is not None:
+                    reached.add(name)
+                    assert gradient.isfinite().all(), f"the gradient of {name} is not finite"
+    missing = [name for name in ("x", *named) if name not in reached]
+    assert not missing, f"{', '.join(missing)} never has a gradient"
 
 
 def _weights(case: Case) -> None:
-    other = case.built()
-    other.load_state_dict(case.mixer.state_dict())
     want, _ = case.call(case.x)
-    case.mixer = other
-    _close(case.call(case.x)[0], want, "a mixer with the same weights")
+    mixer, case.mixer = case.mixer, case.built()
+    case.mixer.load_state_dict(mixer.state_dict())
+    _close(case.call(case.x)[0], want, "y of a mixer with the same weights")
+    case.mixer = mixer
 
 
 def _config(case: Case) -> None:
@@ -168,38 +216,46 @@ def _config(case: Case) -> None:
 
 
 def _masks(case: Case) -> None:
-    keep = case.mask(case.grid.tokens)
-    want, _ = case.call(case.x, keep=keep)
+    keep = case.keep
+    extra: dict[str, Any] = {}
+    if "embedding" in case.config.takes:
+        extra = {"embedding": torch.sin(case.x)}
+    want, _ = case.call(case.x, keep=keep, **extra)
     assert not want[~keep].any(), "outputs of masked tokens are not zero"
     for value in (7.0, torch.nan):
         other = case.x.masked_fill(~keep.unsqueeze(-1), value)
-        extra: dict[str, Any] = (
-            {"embedding": torch.sin(case.x)} if "embedding" in case.config.takes else {}
-        )
         _close(case.call(other, keep=keep, **extra)[0], want, f"with {value} at masked tokens, y")
     whole = torch.ones_like(keep)
     _close(case.call(case.x, keep=whole)[0], case.call(case.x)[0], "with a mask of True, y")
 
 
 def _skips_padding(case: Case) -> None:
-    keep = case.mask(case.grid.tokens)[:1]
-    alone = case.x[:1, keep[0]]
-    want, _ = case.call(alone, Grid((alone.shape[1],)))
-    got, _ = case.call(case.x[:1], keep=keep)
-    _close(got[:1, keep[0]], want, "y of real tokens among masked ones")
+    keep = case.keep
+    got, _ = case.call(case.x, keep=keep)
+    for i in range(BATCH):
+        alone = case.x[i : i + 1, keep[i]]
+        if alone.shape[1]:
+            want, _ = case.call(alone, Grid((alone.shape[1],)))
+            _close(got[i : i + 1, keep[i]], want, "y of real tokens among masked ones")
 
 
 def _cuts(case: Case) -> None:
-    steps = case.grid.shape[0]
-    want, _ = case.call(case.x)
-    per_cut = 1 if case.axes > 1 else case.config.state_block or 1
-    for cut in range(per_cut, steps, per_cut):
-        (a, first), (b, rest) = case.part(0, cut), case.part(cut, steps)
-        before, state = case.call(a, first)
-        after, _ = case.call(b, rest, state=state)
-        _close(
-            torch.cat([before, after], dim=1), want, f"y of two calls, cut after {cut} of {steps}"
-        )
+    steps, block = case.grid.shape[0], case.config.state_block or 1
+    unit = 1 if case.axes > 1 else block
+    keep = case.keep
+    padded = [{}, {"keep": keep}] if block == 1 else [{}]
+    for options in padded:
+        want, _ = case.call(case.x, **options)
+        for cut in range(unit, steps, unit):
+            y, _ = case.in_parts([0, cut, steps], **options)
+            with_mask = " with a mask" * bool(options)
+            _close(y, want, f"y of two calls{with_mask}, cut after {cut} of {steps}")
+        y, _ = case.in_parts([0, unit, 2 * unit, 3 * unit, steps][: 3 + steps // unit], **options)
+        _close(y, want, "y of several calls")
+    _, state = case.in_parts([0, unit])
+    at, grid = list(case.parts([0, unit, 2 * unit]))[1]
+    first, again = (case.call(case.x[:, at], grid, state=state)[0] for _ in range(2))
+    _close(again, first, "y of a second call with the same state (it was changed in place)")
 
 
 def _no_later_tokens(case: Case) -> None:
@@ -207,51 +263,66 @@ def _no_later_tokens(case: Case) -> None:
     want, _ = case.call(case.x)
     for stop in range(block, case.grid.tokens, block):
         other = case.x.clone()
-        other[:, stop:] += 1
+        other[:, stop:] = torch.randn_like(other[:, stop:])
         _close(case.call(other)[0][:, :stop], want[:, :stop], f"y of the first {stop} tokens")
 
 
 def _state_size(case: Case) -> None:
-    x, grid = case.part(0, case.grid.shape[0])
-    _, state = case.call(x, grid)
-    _, later = case.call(x, grid, state=state)
+    steps = case.grid.shape[0]
+    unit = 1 if case.axes > 1 else case.config.state_block or 1
+    _, state = case.in_parts([0, unit])
+    _, later = case.in_parts([0, unit, steps])
     sizes, after = (list(_sizes(y)) for y in (state, later))
     assert sizes == after, f"the state grows from {sizes} to {after}"
 
 
 def _sizes(state: Any) -> Iterator[tuple[int, ...]]:
-    for part in state if isinstance(state, tuple) else [state]:
-        if isinstance(part, tuple):
+    """Yield the shapes of a state's tensors; raise AssertionError for another kind of state."""
+    if isinstance(state, tuple):
+        for part in state:
             yield from _sizes(part)
-        elif isinstance(part, Tensor):
-            yield tuple(part.shape)
+    elif isinstance(state, Tensor):
+        batched = not state.ndim or len(state) == BATCH
+        assert batched, f"the state has a tensor of shape {tuple(state.shape)}, without the batch"
+        yield tuple(state.shape)
+    else:
+        is_number = state is None or isinstance(state, int | float)
+        assert is_number, f"the state contains {named_type(state)}, expected nested tuples"
 
 
 def _packing(case: Case) -> None:
     tokens = case.grid.tokens
-    cuts = [0, tokens // 3, tokens, tokens + 1, 2 * tokens]
+    inner = [(i + 1) * tokens // (i + 2) for i in range(BATCH)]  # one cut in each row
+    cuts = [0, *(row * tokens + at for row, cut in enumerate(inner) for at in (cut, tokens))]
     packing = Packing(torch.tensor(cuts, dtype=torch.int32), batch=BATCH, tokens=tokens)
     got, _ = case.call(case.x, cu_seqlens=packing)
-    for row in range(BATCH):
-        for start, stop in itertools.pairwise(cuts):
-            if start // tokens != row:
-                continue
-            at = slice(start - row * tokens, stop - row * tokens)
-            one = case.x[row : row + 1, at]
-            _close(
-                got[row : row + 1, at], case.call(one, Grid((one.shape[1],)))[0], "y of a document"
-            )
+    flat, made = case.x.flatten(0, 1), got.flatten(0, 1)
+    for start, stop in itertools.pairwise(cuts):
+        want, _ = case.call(flat[start:stop].unsqueeze(0), Grid((stop - start,)))
+        _close(made[start:stop], want[0], "y of a document")
 
 
 def _prefix(case: Case) -> None:
     grid = Grid(case.grid.shape, PREFIX)
     x = case.tokens(grid.tokens)
     other = x.clone()
-    other[:, PREFIX:] += 1
+    other[:, PREFIX:] = torch.randn_like(other[:, PREFIX:])
     (y, _), (z, _) = case.call(x, grid), case.call(other, grid)
     reads = not torch.allclose(y[:, :PREFIX], z[:, :PREFIX], rtol=RTOL, atol=ATOL)
     promised = case.config.prefix_reads_grid
     assert reads == promised, f"prefix_reads_grid is {promised}, but is {reads}"
+
+
+def _continued_prefix(case: Case) -> None:
+    steps, rest = case.grid.shape[0], case.grid.shape[1:]
+    per_step = case.grid.tokens // steps
+    x = case.tokens(case.grid.tokens + PREFIX)
+    want, _ = case.call(x, Grid(case.grid.shape, PREFIX))
+    for cut in range(1, steps):
+        end = PREFIX + cut * per_step
+        before, state = case.call(x[:, :end], Grid((cut, *rest), PREFIX))
+        after, _ = case.call(x[:, end:], Grid((steps - cut, *rest)), state=state)
+        _close(torch.cat([before, after], dim=1), want, f"y of two calls, cut after {cut} steps")
 
 
 def _always(config: MixerConfig, axes: int) -> bool:
@@ -262,9 +333,15 @@ def _has_state(config: MixerConfig, axes: int) -> bool:
     return config.state_block is not None
 
 
+def _may_have_prefix(config: MixerConfig) -> bool:
+    """Whether tokens may come before the grid; blocks begin at the first token."""
+    return config.state_block in (None, 1)
+
+
 Applies = Callable[[MixerConfig, int], bool]
 CHECKS: dict[str, tuple[Applies, Callable[[Case], None]]] = {
     "outputs and state are as promised": (_always, _shape),
+    "outputs have the dtype of inputs": (_always, _dtypes),
     "samples do not mix": (_always, _samples),
     "gradients are finite": (_always, _gradients),
     "weights can be saved and loaded": (_always, _weights),
@@ -275,7 +352,7 @@ CHECKS: dict[str, tuple[Applies, Callable[[Case], None]]] = {
         _skips_padding,
     ),
     "the prefix reads the grid as promised": (
-        lambda config, axes: config.state_block is None or config.is_causal,
+        lambda config, axes: _may_have_prefix(config),
         _prefix,
     ),
     "packed documents are separate": (
@@ -284,6 +361,7 @@ CHECKS: dict[str, tuple[Applies, Callable[[Case], None]]] = {
     ),
     "no later token is read": (_has_state, _no_later_tokens),
     "two calls equal one": (_has_state, _cuts),
+    "a state remembers the prefix": (lambda config, axes: config.is_causal, _continued_prefix),
     "the state keeps its size": (
         lambda config, axes: _has_state(config, axes) and not config.state_grows,
         _state_size,

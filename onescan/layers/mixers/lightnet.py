@@ -105,6 +105,11 @@ class LightNetMixerConfig(LinearAttentionConfig):
             described = f"head width {key_width} (width {width}, num_heads {self.num_heads})"
             check_axes_have_features(key_width, axes, described=described)
         check_choice("form", self.form, get_args(Form))
+        if self.reads_one_side and self.form == "one_scan":
+            raise ValueError(
+                f"form is 'one_scan' with direction={self.direction!r}, expected 'auto', 'chunk', "
+                "'full' or 'recurrent'"
+            )
         by_blocks = self.causal_block is not None and self.form == "chunk"
         if not self.reads_one_side and self.form in ("chunk", "recurrent") and not by_blocks:
             raise ValueError(

@@ -1,5 +1,7 @@
 """Mixers by name, for `onescan train RECIPE --model.mixer NAME`."""
 
+import re
+
 from onescan.checks import check_choice
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
 from onescan.layers.mixers.contract import MixerConfig
@@ -28,16 +30,20 @@ _MIXERS: dict[str, MixerConfig] = {
 }
 
 
+BUILT_IN = frozenset(_MIXERS)
+
+
 def register_mixer(name: str, config: MixerConfig) -> None:
     """Give a mixer of your own a name, which `--model.mixer` and `mixer_named` take.
 
     Args:
-        name: Letters, digits and underscores, not one of onescan's own names.
+        name: ASCII letters, digits and underscores, beginning with a letter; not one of onescan's
+            own names. A name of yours can be given again, such as after an edit.
         config: Config of the mixer. A model that takes it sets its number of heads, biases and
             direction as far as it has these fields.
 
     Raises:
-        ValueError: If the name is taken by a different config, or does not fit.
+        ValueError: If the name is onescan's own or does not fit.
 
     >>> register_mixer("retnet_wide", LionMixerConfig(key_width=64))
     >>> mixer_named("retnet_wide").key_width
@@ -45,12 +51,13 @@ def register_mixer(name: str, config: MixerConfig) -> None:
     """
     if not isinstance(config, MixerConfig):
         raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
-    if not isinstance(name, str) or not name.isidentifier() or name.endswith(HYBRID):
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name.endswith(HYBRID):
         raise ValueError(
             f"name is {name!r}, expected letters, digits and underscores, not ending in {HYBRID!r}"
         )
-    if _MIXERS.setdefault(name, config) != config:
-        raise ValueError(f"name is {name!r}, which is another mixer's; expected a new name")
+    if name in BUILT_IN:
+        raise ValueError(f"name is {name!r}, which is onescan's own mixer; expected another name")
+    _MIXERS[name] = config
 
 
 def mixer_named(name: str) -> MixerConfig:
