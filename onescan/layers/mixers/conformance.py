@@ -190,7 +190,8 @@ def _gradients(case: Case) -> None:
     reached: set[str] = set()
     for grid in grids:
         x = case.tokens(grid.tokens).requires_grad_()
-        for options in ({}, {"keep": case.keep} if grid == case.grid else {}):
+        masks: list[dict[str, Any]] = [{}, {"keep": case.keep}] if grid == case.grid else [{}]
+        for options in masks:
             y, _ = case.call(x, grid, **options)
             leaves = {"x": x, **named}
             found = torch.autograd.grad(y.square().sum(), [*leaves.values()], allow_unused=True)
@@ -243,7 +244,7 @@ def _cuts(case: Case) -> None:
     steps, block = case.grid.shape[0], case.config.state_block or 1
     unit = 1 if case.axes > 1 else block
     keep = case.keep
-    padded = [{}, {"keep": keep}] if block == 1 else [{}]
+    padded: list[dict[str, Any]] = [{}, {"keep": keep}] if block == 1 else [{}]
     for options in padded:
         want, _ = case.call(case.x, **options)
         for cut in range(unit, steps, unit):
