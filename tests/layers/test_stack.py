@@ -10,8 +10,8 @@ from onescan.layers.stack import apply_blocks, build_blocks
 from onescan.shapes import Grid
 
 MIXERS = {
-    "lightnet": LightNetMixerConfig(num_heads=2, causal=True),
-    "embedding": LinearDiffusionMixerConfig(num_heads=2, causal=True),
+    "lightnet": LightNetMixerConfig(num_heads=2, direction="forward"),
+    "embedding": LinearDiffusionMixerConfig(num_heads=2, direction="forward"),
     "lower bound": HGRNMixerConfig(num_heads=2, direction="forward"),
 }
 
