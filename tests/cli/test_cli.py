@@ -664,8 +664,8 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         ),
         (["--model.image-size", "9"], "expected 1, as in --model.image-size (9,)"),
         (
-            ["--model.mixer", "softmax", "--model.mixer.gate-activation", "silu"],
-            "--model.mixer.gate-activation is 'silu', but the model's mixer has no such setting; "
+            ["--model.mixer", "softmax", "--model.mixer.decay-logits", "offset"],
+            "--model.mixer.decay-logits is 'offset', but the model's mixer has no such setting; "
             "these have: lightnet",
         ),
         (["--training.steps", "ten"], "--training.steps: got 'ten', expected None or INT"),

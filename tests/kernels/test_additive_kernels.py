@@ -596,7 +596,11 @@ def test_auto_is_kernels_on_a_validated_gpu(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layer_runs_on_the_preferred_backend(causal):
-    mixer = LightNetMixerConfig(num_heads=2, causal=causal).build(width=16, axes=1).to(DEVICE)
+    mixer = (
+        LightNetMixerConfig(num_heads=2, direction="forward" if causal else "both")
+        .build(width=16, axes=1)
+        .to(DEVICE)
+    )
     x = torch.randn(2, 9, 16).to(DEVICE)
     with use_backend("torch"):
         expected, _ = mixer(x, Grid((9,)))

@@ -102,7 +102,7 @@ def test_documents_of_similar_length_are_grouped():
 
 
 def plain_model():
-    mixer = CausalLMConfig(**SMALL).mixer.__class__(num_heads=3, causal=True)
+    mixer = CausalLMConfig(**SMALL).mixer.__class__(num_heads=3, direction="forward")
     return causal({"mixer": mixer, "position": None})
 
 

@@ -121,7 +121,10 @@ def rotate(x):
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("window", [3, 30])
 def test_the_mixer_is_the_formula(window, rotary, causal):
-    mixer, x = trained(window=window, causal=causal, rotary=rotary), tokens_of(2, 20)
+    mixer, x = (
+        trained(window=window, direction="forward" if causal else "both", rotary=rotary),
+        tokens_of(2, 20),
+    )
     keep = torch.rand(2, 20) < 0.7
     q, k, v = (
         y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in mixer.in_proj(x).chunk(3, dim=-1)
@@ -142,7 +145,7 @@ def test_the_mixer_is_the_formula(window, rotary, causal):
 @pytest.mark.parametrize("window", [1, 3, 20])
 @pytest.mark.parametrize("masked", [False, True])
 def test_two_calls_equal_one_at_every_cut(masked, window, rotary):
-    mixer, x = trained(window=window, causal=True, rotary=rotary), tokens_of(2, 9)
+    mixer, x = trained(window=window, direction="forward", rotary=rotary), tokens_of(2, 9)
     keep = torch.rand(2, 9) < 0.7 if masked else None
     want, whole = mixer(x, Grid((9,)), keep=keep)
     for sizes in [*([cut, 9 - cut] for cut in range(1, 9)), [2, 3, 4], [1] * 9]:
@@ -159,7 +162,7 @@ def test_two_calls_equal_one_at_every_cut(masked, window, rotary):
 
 
 def test_a_state_continues_long_inputs():
-    mixer, x = trained(window=5, causal=True, rotary=True), tokens_of(1, 200)
+    mixer, x = trained(window=5, direction="forward", rotary=True), tokens_of(1, 200)
     want, whole = mixer(x, Grid((200,)))
     first, state = mixer(x[:, :7], Grid((7,)))
     rest, state = mixer(x[:, 7:], Grid((193,)), state=state)
@@ -171,7 +174,10 @@ def test_a_state_continues_long_inputs():
 @over_causal
 @pytest.mark.parametrize("window", [3, 100])
 def test_packed_sequences_equal_each_alone(window, causal):
-    mixer, x = trained(window=window, causal=causal, rotary=True), tokens_of(2, 90)
+    mixer, x = (
+        trained(window=window, direction="forward" if causal else "both", rotary=True),
+        tokens_of(2, 90),
+    )
     keep = torch.rand(2, 90) < 0.8
     offsets = [0, 1, 75, 90, 94, 180]
     packing = Packing(torch.tensor(offsets), batch=2, tokens=90)
@@ -186,7 +192,7 @@ def test_packed_sequences_equal_each_alone(window, causal):
 
 
 def test_padding_on_the_left_changes_nothing():
-    mixer, x = trained(window=3, causal=True, rotary=True), tokens_of(2, 5)
+    mixer, x = trained(window=3, direction="forward", rotary=True), tokens_of(2, 5)
     want, whole = mixer(x, Grid((5,)))
     padded = torch.cat([torch.full_like(x[:, :3], torch.nan), x], dim=1)
     y, state = mixer(padded, Grid((8,)), keep=torch.arange(8).expand(2, -1) >= 3)
@@ -197,15 +203,17 @@ def test_padding_on_the_left_changes_nothing():
 
 def test_a_window_of_all_tokens_is_softmax_attention():
     for causal in (False, True):
-        mixer, x = trained(window=6, causal=causal), tokens_of(2, 7)
-        everywhere = SoftmaxMixerConfig(num_heads=HEADS, causal=causal).build(width=WIDTH, axes=1)
+        mixer, x = trained(window=6, direction="forward" if causal else "both"), tokens_of(2, 7)
+        everywhere = SoftmaxMixerConfig(
+            num_heads=HEADS, direction="forward" if causal else "both"
+        ).build(width=WIDTH, axes=1)
         everywhere.double().load_state_dict(mixer.state_dict())
         assert torch.equal(mixer(x, Grid((7,)))[0], everywhere(x, Grid((7,)))[0])
 
 
 @pytest.mark.compile
 def test_a_window_compiles_whole():
-    mixer, x = trained(window=3, causal=True, rotary=True), tokens_of(2, 80).detach()
+    mixer, x = trained(window=3, direction="forward", rotary=True), tokens_of(2, 80).detach()
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     want, whole = mixer(x, Grid((80,)))
     first, state = compiled(x[:, :70], Grid((70,)))
@@ -224,8 +232,8 @@ def test_impossible_windows_are_refused(fields, axes, message):
 
 
 def test_states_and_offsets_that_do_not_apply_are_refused():
-    mixer, other = trained(window=3, causal=True), trained(window=4, causal=True)
-    everywhere, x, grid = trained(causal=True), tokens_of(1, 5), Grid((5,))
+    mixer, other = trained(window=3, direction="forward"), trained(window=4, direction="forward")
+    everywhere, x, grid = trained(direction="forward"), tokens_of(1, 5), Grid((5,))
     packing = Packing(torch.tensor([0, 2, 5]), batch=1, tokens=5)
     _, state = other(x, grid)
     with pytest.raises(ValueError, match="state has 4 cached tokens, expected 3"):
@@ -251,8 +259,8 @@ def test_the_state_of_a_huge_window_is_refused():
     config = SoftmaxMixerConfig(num_heads=HEADS, window=10**9, direction="forward")
     with pytest.raises(ValueError, match=r"window is 1000000000, expected at most .* None"):
         config.build(width=WIDTH, axes=1)
-    both = dataclasses.replace(config, causal=False).build(width=WIDTH, axes=1)  # has no state
+    both = dataclasses.replace(config, direction="both").build(width=WIDTH, axes=1)  # has no state
     x = torch.randn(1, 5, WIDTH)
-    everything = dataclasses.replace(config, causal=False, window=None).build(width=WIDTH, axes=1)
+    everything = dataclasses.replace(config, direction="both", window=None).build(width=WIDTH, axes=1)
     everything.load_state_dict(both.state_dict())
     assert torch.equal(both(x, Grid((5,)))[0], everything(x, Grid((5,)))[0])
