@@ -261,6 +261,8 @@ def test_the_state_of_a_huge_window_is_refused():
         config.build(width=WIDTH, axes=1)
     both = dataclasses.replace(config, direction="both").build(width=WIDTH, axes=1)  # has no state
     x = torch.randn(1, 5, WIDTH)
-    everything = dataclasses.replace(config, direction="both", window=None).build(width=WIDTH, axes=1)
+    everything = dataclasses.replace(config, direction="both", window=None).build(
+        width=WIDTH, axes=1
+    )
     everything.load_state_dict(both.state_dict())
     assert torch.equal(both(x, Grid((5,)))[0], everything(x, Grid((5,)))[0])

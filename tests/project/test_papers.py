@@ -187,7 +187,7 @@ def parse_and_stop(parse):
 
 
 @pytest.mark.usefixtures("_only_parse")
-@pytest.mark.parametrize("program", ["onescan", "python"])
+@pytest.mark.parametrize("program", [pytest.param("onescan", marks=pytest.mark.slow), "python"])
 def test_every_command_parses(program):
     commands = [shlex.split(command) for command in SHELL if command.startswith(f"{program} ")]
     assert commands
