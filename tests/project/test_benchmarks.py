@@ -576,7 +576,7 @@ def test_flops_are_those_of_the_papers_formulas(name, size, flops):
         ),
         (
             ("deit_tiny", "lightnet_tiny/recurrent"),
-            "form is 'recurrent', but requires a causal mixer",
+            "form is 'recurrent' with direction='both', expected",
         ),
         (("lion_d_tiny/chunk-x",), "'lion_d_tiny/chunk-x', expected a number"),
     ],
