@@ -36,6 +36,10 @@ OTHER_NAMES = {
     "drop_path_rate": "drop_path",
 }
 
+# classes whose `causal` or whose gate, of this activation or none, versions before 0.20 stored
+CAUSAL_BEFORE = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
+GATED_BEFORE = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}
+
 INT64_LIMIT = 2**63  # larger integers cannot be stored in tensors or used as indices
 
 ConfigT = TypeVar("ConfigT")
@@ -192,9 +196,6 @@ def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
     return cls(**values)
 
 
-# Versions before 0.20 stored other fields of some classes, which folders still contain.
-
-
 def _translated(name: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a class, with those of earlier versions in today's vocabulary.
 
@@ -208,10 +209,6 @@ def _translated(name: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         activation = fields.pop("gate_activation", GATED_BEFORE[name])
         fields["gate"] = activation if fields["gate"] else "none"
     return fields
-
-
-CAUSAL_BEFORE = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
-GATED_BEFORE = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}  # the activation
 
 
 def _convert(value: Any, member: Any, path: str) -> Any:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from onescan.checks import can_look_at_values, check_choice, check_positive
 from onescan.layers.basic import EPS, MLPConfig, NormName, NormPosition, build_norm
 from onescan.layers.mixers import Mixer, MixerConfig
+from onescan.layers.mixers.contract import call_mixer
 from onescan.layers.position import sinusoidal_positions
 from onescan.layers.tokens import Documents
 from onescan.messages import named_type
@@ -20,7 +21,6 @@ from onescan.ops.collectives import from_first_rank
 from onescan.ops.parallel import in_current_group
 from onescan.shapes import Grid, Hidden, Keep, Labels, LowerBound, Pooled, Timesteps
 
-PAIR = 2  # outputs and state, which mixers return
 FREQUENCIES = 256  # channels of the sinusoidal timestep embedding, as in DiT
 
 
@@ -148,7 +148,7 @@ class Block(nn.Module):
         """Return the output and the state of the mixer alone; arguments are those of `forward`."""
         bound: dict[str, Any] = {"lower_bound": lower_bound} if "lower_bound" in self.takes else {}
         extra: dict[str, Any] = {"embedding": embedding} if "embedding" in self.takes else {}
-        mix: Callable[..., Any] = partial(self._call_mixer, **bound)
+        mix: Callable[..., Any] = partial(call_mixer, self.mixer, **bound)
         if documents is None:
             return mix(x, grid, keep=keep, state=state, **extra)
         if "cu_seqlens" in self.takes:
@@ -156,19 +156,6 @@ class Block(nn.Module):
         else:
             y = documents.mix_per_document(mix, x, keep=keep, **extra)
         return y, None
-
-    def _call_mixer(self, x: Hidden, grid: Grid, **options: Any) -> tuple[Hidden, Any]:
-        """Call the mixer, and raise ValueError if it does not return outputs and state."""
-        mixed = self.mixer(x, grid, **options)
-        if not (isinstance(mixed, tuple) and len(mixed) == PAIR):
-            returned = named_type(mixed)
-            if isinstance(mixed, tuple):
-                returned += f" of length {len(mixed)}"
-            raise ValueError(
-                f"{type(self.mixer).__name__}.forward returned {returned}, expected a pair of "
-                "outputs and state, such as (x, None)"
-            )
-        return mixed
 
 
 class ConditionedBlock(Block):

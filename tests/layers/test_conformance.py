@@ -63,8 +63,8 @@ def test_every_mixer_passes(name):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainConfig(MixerConfig):
-    fault: str = ""
     state_block: int | None = 1
+    sizes: tuple[int, ...] = ()
 
     def build(self, *, width, axes):
         return Plain(self, width)
@@ -171,6 +171,11 @@ def counted(forward, call, mixer):
     return y * (1 + seen), (state, torch.full((len(y),), call.x.shape[1]).double().mean().item())
 
 
+def without_prefix(forward, call, mixer):
+    y, state = forward()
+    return y, state if not call.grid.prefix else state._replace(kv=torch.zeros_like(state.kv))
+
+
 SUBTLE = {
     "a sample reads the one before": (
         "samples do not mix",
@@ -198,6 +203,11 @@ SUBTLE = {
         ),
     ),
     "a state that counts only the last call": ("two calls equal one", broken(counted)),
+    "a state without the prefix": ("a state remembers the prefix", broken(without_prefix)),
+    "a list in place of a tuple": (
+        "the config can be saved and loaded",
+        PlainConfig(num_heads=2, sizes=[1]),
+    ),
 }
 
 

@@ -87,7 +87,8 @@ def _like(new: MixerConfig, old: MixerConfig) -> MixerConfig:
         field: getattr(old, field) for field in KEPT if hasattr(old, field) and hasattr(new, field)
     }
     if isinstance(new, DirectedMixerConfig):
-        given = getattr(old, "direction", "both")
-        is_known = given in new.directions
-        changes["direction"] = given if is_known else "forward" if old.is_causal else "both"
+        direction = getattr(old, "direction", None)
+        if direction not in new.directions:
+            direction = "forward" if old.is_causal else "both"
+        changes["direction"] = direction
     return dataclasses.replace(new, **changes)

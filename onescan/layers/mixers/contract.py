@@ -17,6 +17,8 @@ from onescan.shapes import Grid, Hidden, Keep
 Direction = Literal["both", "forward", "backward", "alternating"]
 ScanName = Literal["flat", "natural"]
 
+PAIR = 2  # outputs and state, which mixers return
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig(ABC):
@@ -223,6 +225,20 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
+
+
+def call_mixer(mixer: nn.Module, x: Hidden, grid: Grid, **options: Any) -> tuple[Hidden, Any]:
+    """Call a mixer, and raise ValueError if it does not return outputs and state."""
+    mixed = mixer(x, grid, **options)
+    if not (isinstance(mixed, tuple) and len(mixed) == PAIR):
+        returned = named_type(mixed)
+        if isinstance(mixed, tuple):
+            returned += f" of length {len(mixed)}"
+        raise ValueError(
+            f"{type(mixer).__name__}.forward returned {returned}, expected a pair of outputs and "
+            "state, such as (x, None)"
+        )
+    return mixed
 
 
 def check_blocks(causal_block: int, grid: Grid) -> None:

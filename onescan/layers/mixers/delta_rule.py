@@ -146,11 +146,10 @@ class DeltaRuleMixer(LinearAttention):
         x: Hidden,
         extra: Sequence[Tensor],
         grid: Grid,
-        scans: int,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the write strengths and the log-decays, which are the same for all scans."""
-        return [(self.beta(x), self.log_decay(x))] * scans
+        return [(self.beta(x), self.log_decay(x))]
 
     def scan(
         self,

@@ -183,11 +183,10 @@ class LightNetMixer(LinearAttention):
         x: Hidden,
         extra: Sequence[Tensor],
         grid: Grid,
-        scans: int,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the separate logits of the decay, if there are any."""
-        return [[self._heads(self.decay_proj(y)) for y in extra]] * scans
+        return [[self._heads(self.decay_proj(y)) for y in extra]]
 
     def angles(self, u: Tensor, grid: Grid, start: Position) -> Angles | RotaryPositions | None:
         if not self.config.lrpe:
@@ -236,10 +235,9 @@ class LightNetMixer(LinearAttention):
         """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU instead of the softmax."""
         config, angles, keep = self.config, options.angles, options.keep
         q, k = F.silu(q), F.silu(k)
-        if isinstance(angles, RotaryPositions):
-            angles = angles.angles(q.shape[1])
-        if angles is not None:
-            q, k = lrpe(q, angles), lrpe(k, angles)
+        table = _table(angles, q)
+        if table is not None:
+            q, k = lrpe(q, table), lrpe(k, table)
         if config.reads_one_side or config.causal_block is not None:
             return decay_attention(
                 q, k, v, causal=config.reads_one_side, causal_block=config.causal_block, keep=keep,
@@ -254,15 +252,10 @@ class LightNetMixer(LinearAttention):
     def write(
         self, k: Keys, v: Values, decays: Sequence[Any], options: ScanOptions
     ) -> AdditiveDecayState:
-        angles = options.angles
-        if isinstance(angles, RotaryPositions):
-            angles = angles.angles(k.shape[1])
-        return write(k, v, angles=angles, keep=options.keep)
+        return write(k, v, angles=_table(options.angles, k), keep=options.keep)
 
     def read(self, q: Queries, state: AdditiveDecayState, angles: Any) -> Values:
-        if isinstance(angles, RotaryPositions):
-            angles = angles.angles(q.shape[1])
-        return read(q, state, angles=angles, feature_map="silu")
+        return read(q, state, angles=_table(angles, q), feature_map="silu")
 
     def after_masked(
         self, before: LinearAttentionState, after: LinearAttentionState, keep: Keep
@@ -303,6 +296,11 @@ class LightNetMixer(LinearAttention):
 
     def _heads(self, x: Hidden) -> Keys:
         return x.unflatten(-1, (self.config.num_heads, -1))
+
+
+def _table(angles: Angles | RotaryPositions | None, x: Keys) -> Angles | None:
+    """Return the angles of tokens that are consecutive positions."""
+    return angles.angles(x.shape[1]) if isinstance(angles, RotaryPositions) else angles
 
 
 def _first_axis_position(position: Any, grid: Grid) -> Any:

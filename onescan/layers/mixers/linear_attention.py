@@ -254,19 +254,17 @@ class LinearAttention(Mixer, ABC):
         x: Hidden,
         extra: Sequence[Tensor],
         grid: Grid,
-        scans: int,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
-        """Return decays and other inputs of the op, [B, T, ...] or None, for each scan.
+        """Return decays and other inputs of the op, [B, T, ...] or None, of each scan or of all.
 
         Args:
             x: Tokens.
             extra: One tensor for each of `extra_widths`.
             grid: Layout of the tokens.
-            scans: Number of scans.
             lower_bound: As in `forward`, for mixers that take it.
         """
-        return [()] * scans
+        return [()]
 
     def angles(self, u: Tensor, grid: Grid, start: Position) -> Any:
         """Return the rotary angles of tokens that follow `start` others; None if there are none."""
@@ -310,9 +308,7 @@ class LinearAttention(Mixer, ABC):
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
-        decays = self.decays_of(
-            x, extra, grid, 1 if scans is None else len(scans.orders), lower_bound
-        )
+        decays = self.decays_of(x, extra, grid, lower_bound)
         options = ScanOptions(angles, keep, cu_seqlens, before.attention)
         o, attention, window = self._scanned(parts, decays, options, before.window, scans)
         o = masked(self._output(x, o, gate), keep)
@@ -348,7 +344,7 @@ class LinearAttention(Mixer, ABC):
             at_x, at_context = (self.angles(queries[0], grid, 0) for grid in grids)
         q, _, _ = self.qkv(queries, None)
         _, k, v = self.qkv(keys, None)
-        (decays,) = self.decays_of(context, extra, Grid((context.shape[1],)), 1, None)
+        (decays,) = self.decays_of(context, extra, Grid((context.shape[1],)), None)
         written = self.write(k, v, decays, ScanOptions(angles=at_context, keep=keep))
         return self._output(x, self.read(q, written, at_x), gate)
 
@@ -379,7 +375,8 @@ class LinearAttention(Mixer, ABC):
         inputs = self.qkv(parts, angles) if maps_first else parts
         count = len(inputs)
         if scans is not None:
-            inputs = scans.visit([(*inputs, *each, keep) for each in decays])
+            each = decays if len(decays) > 1 else decays * len(scans.orders)
+            inputs = scans.visit([(*inputs, *own, keep) for own in each])
         else:
             inputs = (*inputs, *decays[0], keep)
         if backward:

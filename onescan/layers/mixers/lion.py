@@ -199,7 +199,6 @@ class LionMixer(LinearAttention):
         x: Hidden,
         extra: Sequence[Tensor],
         grid: Grid,
-        scans: int,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
         """Return the log-decay and the factor of the keys (or the keys) of each scan."""
