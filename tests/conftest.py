@@ -6,6 +6,7 @@ Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the
 import os
 import signal
 import socket
+from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test fills the cores
 
@@ -48,6 +49,20 @@ def pytest_configure(config):
         "invalid escape sequence::.*/torchao/",  # not cached if first imported by onescan
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """Mark as slow all but n cases of each test `sampled(n)`; the n are spread over the list."""
+    cases = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
+            n = mark.args[0] if mark.args else 1
+            cases[item.nodeid.partition("[")[0], n].append(item)
+    for (_, n), sampled in cases.items():
+        fast = {i * (len(sampled) - 1) // max(1, n - 1) for i in range(n)}
+        for i in set(range(len(sampled))) - fast:
+            sampled[i].add_marker("slow")
 
 
 def pytest_runtest_setup(item):

@@ -60,6 +60,7 @@ def whole(tmp_path_factory):
 # Interruption and exact resume
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 2, 4, 7, 12])
 def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path, whole, step):
     interrupt(tiny_run(), tmp_path, step)
@@ -69,6 +70,7 @@ def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path, whole, step):
     assert [now.step for now in seen] == list(range(step + 1, STEPS + 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["loss", "predict", "augment"])
 @pytest.mark.parametrize("call", [1, 2])
@@ -103,6 +105,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, whole, monkeypatch):
     assert_same(train(tiny_run(), tmp_path), whole)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 def test_a_crashed_run_resumes_from_the_last_checkpoint(tmp_path, whole, step):
     crash(tiny_run(), tmp_path, step)

@@ -76,6 +76,7 @@ def poor_console(monkeypatch, encoding):
 over_encodings = pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 
 
+@pytest.mark.sampled
 @over_encodings
 def test_help_and_errors_are_escaped_for_the_console(monkeypatch, encoding):
     console = poor_console(monkeypatch, encoding)
@@ -159,6 +160,7 @@ def help_text(capsys, *argv):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_shows_common_options_and_help_all_every_option(capsys):
     shown = {flag: help_text(capsys, "train", "digits", flag) for flag in ("--help", "--help-all")}
     common = ("--out PATH", "--seeds INT", "--training.batch-size INT", "--machine.device STR")
@@ -172,6 +174,7 @@ def test_help_shows_common_options_and_help_all_every_option(capsys):
     assert "--import" not in shown
 
 
+@pytest.mark.slow
 def test_every_common_option_exists(capsys):
     for commands, common in (
         ([["train", "image_classifier"], ["train", "digits_denoiser"]], TRAIN_COMMON),
@@ -182,6 +185,7 @@ def test_every_common_option_exists(capsys):
         assert {name.replace("_", "-") for name in common} <= flags
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("columns", [80, 160])
 def test_descriptions_are_wrapped_at_the_width_of_the_terminal(columns, monkeypatch):
     """And not where docstrings have line breaks; at 160, tyro shows two columns of boxes."""
@@ -233,6 +237,7 @@ def test_errors_of_configs_are_raised_as_they_are():
     assert failure.traceback[-1].name == "__post_init__"
 
 
+@pytest.mark.slow
 def test_help_of_a_recipe_describes_it_and_the_settings_that_it_infers(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     texts = {
@@ -345,6 +350,7 @@ def test_training_writes_runs_and_a_report(runs, capsys):
         assert text in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_report")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # matplotlib's
 def test_the_picture_of_the_readme_can_be_drawn(tmp_path, monkeypatch):
@@ -366,6 +372,7 @@ def test_evaluate_repeats_the_evaluation_of_training(runs, capsys):
     assert accuracy == pytest.approx(stored, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_report")
 def test_a_run_is_repeated_from_its_config(runs, tmp_path, capsys, monkeypatch):
     for given in (runs / "seed-1", runs / "seed-1" / "config.json"):
@@ -376,6 +383,7 @@ def test_a_run_is_repeated_from_its_config(runs, tmp_path, capsys, monkeypatch):
         assert_fails(capsys, ["train", "--config", *argv], "expected a run's config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_report")
 def test_runs_are_compared(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -399,6 +407,7 @@ def test_predict_names_classes(runs, tmp_path, capsys):
     assert all(line.count("%") == 2 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_folder_with_one_run_is_that_run(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Image.new("L", (8, 8), 255).save("a.png")
@@ -589,6 +598,7 @@ def test_a_file_that_cannot_be_imported(file, runs, tmp_path, monkeypatch, capsy
 # Mistakes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_report_of_others_is_rejected_before_training(kind, tmp_path, capsys):
     report = tmp_path / "report.html"
@@ -597,6 +607,7 @@ def test_a_report_of_others_is_rejected_before_training(kind, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [report]
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
     argv = ["train", "digits", *SMALL, "--training.batch-size", "16", "--out", runs]
     before = (runs / "seed-0" / "model.safetensors").read_bytes()
@@ -605,6 +616,7 @@ def test_another_run_in_the_folder_is_not_overwritten(runs, capsys):
     assert (runs / "seed-0" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -636,6 +648,7 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
     assert_fails(capsys, argv, message)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -681,6 +694,7 @@ def test_mistakes_are_reported_before_training(argv, message, tmp_path, monkeypa
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["image_classifier", "wikitext2_mlm_lightnet"])
 def test_a_hub_name_without_a_network_fails_at_once(recipe, tmp_path, monkeypatch, capsys):
     pytest.importorskip("datasets")
@@ -695,6 +709,7 @@ def test_a_hub_name_without_a_network_fails_at_once(recipe, tmp_path, monkeypatc
     assert_fails(capsys, ["train", recipe, "--data.path", "owner/name"], "no connection")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["nothing.txt", "nothing/here/at/all"])
 def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -702,6 +717,7 @@ def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
     assert_fails(capsys, argv, f"--data.path is '{path}': there is no such file or folder")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wraps", [ImportError, SystemError, None])
 def test_interrupts_say_how_to_resume_if_there_is_a_run(wraps, tmp_path, monkeypatch, capsys):
     def interrupted(run, folder, **_):
@@ -786,6 +802,7 @@ CIFAR100_ROWS = {  # LION, Tables 13, 14 and 16: recipe -> preset, and what diff
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CIFAR100_ROWS)
 def test_every_row_of_lion_on_cifar100_is_a_recipe(name):
     base, changes = CIFAR100_ROWS[name]

@@ -148,6 +148,7 @@ MANIFESTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attack", MANIFESTS.values(), ids=MANIFESTS)
 def test_a_damaged_config_of_a_run(attack, bad, command, tmp_path):
     folder = bad("classifier")
@@ -187,6 +188,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attack", WEIGHTS.values(), ids=WEIGHTS)
 def test_damaged_weights_of_a_run(attack, bad, command):
     folder = bad("classifier")
@@ -283,6 +285,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("attack", "says"), PIPELINES.values(), ids=PIPELINES)
 def test_a_damaged_pipeline(attack, says, bad, command, tmp_path):
     folder = bad("pipeline")
@@ -333,6 +336,7 @@ LANGUAGE_MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("attack", LANGUAGE_MODELS.values(), ids=LANGUAGE_MODELS)
 def test_a_damaged_language_model(attack, bad, command):
     for name, words in (("lm", ("generate",)), ("mlm", ("fill",))):
@@ -379,6 +383,7 @@ def list_again(state):
     (state / "manifest.json").write_text(to_json(manifest, indent=2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("spelt", PICKLES.values(), ids=PICKLES)
 def test_a_pickle_in_a_state_is_refused_and_never_read(bad, command, tmp_path, spelt, is_listed):
@@ -418,6 +423,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attack", STATES.values(), ids=STATES)
 def test_a_damaged_state_of_a_run(attack, bad, command, tmp_path):
     attack(bad("stopped"))

@@ -83,6 +83,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_the_tokens_of_generate(server):
     with ThreadPoolExecutor() as threads:
         together = list(threads.map(lambda request: generate(server, request), REQUESTS))

@@ -68,6 +68,7 @@ def random_texts(tokenizer, count=150):
         yield rng.choices(range(tokenizer.size), k=rng.choice([0, 1, 2, 5, 9, 30]))
 
 
+@pytest.mark.sampled(5)
 @over_kinds
 def test_streamed_pieces_are_the_decoded_text(kind):
     tokenizer = KINDS[kind]()
@@ -81,6 +82,7 @@ def test_streamed_pieces_are_the_decoded_text(kind):
             )
 
 
+@pytest.mark.sampled
 @over_kinds
 def test_a_context_and_streamed_pieces_are_the_decoded_text(kind):
     tokenizer, found = KINDS[kind](), 0
@@ -94,6 +96,7 @@ def test_a_context_and_streamed_pieces_are_the_decoded_text(kind):
     assert found > 300
 
 
+@pytest.mark.sampled(4)
 @over_kinds
 def test_long_streams_are_not_decoded_as_a_whole(kind, monkeypatch):
     tokenizer = KINDS[kind]()
@@ -182,6 +185,7 @@ def test_bytes_of_tokens(kind, lengths):
     assert tokenizer.byte_lengths[ids].tolist() == list(lengths.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["bytes", "byte-level"])
 def test_bits_per_byte_do_not_depend_on_the_length_of_rows(tmp_path, kind):
     tokenizer = KINDS[kind]()

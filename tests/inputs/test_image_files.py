@@ -85,6 +85,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled(34)
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_are_turned_upright_once(kind, orientation, tmp_path):

@@ -101,6 +101,7 @@ def converted(settings, weights):
     return convert_model(Foreign(fields=settings, tensors=Tensors(weights)))
 
 
+@pytest.mark.sampled(5)
 @over_models
 def test_scores_are_equal(settings, draw, mixer):
     weights = draw(settings)
@@ -114,6 +115,7 @@ def test_scores_are_equal(settings, draw, mixer):
     torch.testing.assert_close(y, expected.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sampled(7)
 @over_models
 def test_generation_continues_from_the_state(settings, draw, mixer):
     model = converted(settings, draw(settings))

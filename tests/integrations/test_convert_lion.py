@@ -136,6 +136,7 @@ def converted(fields, weights):
     return model
 
 
+@pytest.mark.sampled(3)
 @over_kinds
 def test_scores_are_equal(kind):
     fields, weights = stored(**kind)

@@ -30,6 +30,7 @@ def load_words():
     return PretrainedTokenizer("words", word_tokenizer())
 
 
+@pytest.mark.slow
 def test_a_byte_model_generates_in_a_pipeline(tmp_path, capsys):
     convert("zoo/shakespeare_lightnet", tmp_path / "model")
     said = capsys.readouterr().out
@@ -76,6 +77,7 @@ def test_images_are_classified_as_by_predict(tmp_path, capsys):
     assert got == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
 def test_texts_are_classified_as_by_predict(tokenizer, tmp_path, capsys):
     table = tmp_path / "texts.csv"

@@ -63,6 +63,7 @@ def native(kind="lightnet", **changes):
 UNCONDITIONAL = "unconditional-image-generation"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "tag", "shape"),
     [
@@ -459,6 +460,7 @@ def test_a_single_label_is_no_list(asked):
         unwrap(find_labels)(asked, {0: "three"}, num_classes=3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("labels", [1, "dog", torch.tensor(1), [[1]], torch.tensor([[1]])])
 def test_a_label_may_be_bare_or_nested(labels):
     pipe = pipeline(class_names=NAMES)

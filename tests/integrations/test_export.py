@@ -91,11 +91,6 @@ CAUSAL = {
         "mixer": MambaMixerConfig(direction="forward", state_size=4, chunk_size=CHUNK),
         "position": None,
     },
-    "ldn": {
-        "mixer": LinearDiffusionMixerConfig(num_heads=2, direction="forward", **NEAR),
-        "mlp": None,
-        "position": PLACES,
-    },
     "gpt2": {
         "mixer": SoftmaxMixerConfig(num_heads=2, direction="forward"),
         "mlp": MLPConfig(),
@@ -104,6 +99,11 @@ CAUSAL = {
     "window": {
         "mixer": SoftmaxMixerConfig(num_heads=2, direction="forward", window=5, rotary=True),
         "position": None,
+    },
+    "ldn": {
+        "mixer": LinearDiffusionMixerConfig(num_heads=2, direction="forward", **NEAR),
+        "mlp": None,
+        "position": PLACES,
     },
 }
 HYBRID = {
@@ -209,10 +209,8 @@ def run(session, **inputs):
     return session.run(None, {name: np.asarray(x) for name, x in inputs.items()})
 
 
-@pytest.mark.parametrize(
-    "name",  # test_a_step_goes_on_from_its_state exports the others with a dynamic length
-    [n if n in ("lightnet", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CAUSAL],
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_program_takes_any_length(name):
     model = causal(CAUSAL[name])
     program = export_program(model).module()
@@ -221,6 +219,7 @@ def test_a_causal_program_takes_any_length(name):
         assert_near(program(tokens), model(tokens)[0])
 
 
+@pytest.mark.sampled
 @over_both
 def test_a_masked_program_takes_any_length_and_padding(name):
     model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
@@ -239,6 +238,7 @@ def test_a_classifiers_program_takes_segments():
         assert_near(program(tokens, keep, segments), model(tokens, keep, segments=segments))
 
 
+@pytest.mark.sampled
 @over_images
 def test_an_image_program_takes_any_batch_and_size(name):
     model = image_classifier(**IMAGES[name])
@@ -258,11 +258,14 @@ def test_absolute_positions_have_one_size_and_any_batch():
         program(torch.randn(1, 1, 12, 10))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "any_length"),
     [
-        *((name, True) for name in CAUSAL),
-        *((name, False) for name in ("lion", "delta", "ldn")),
+        (name, any_length)
+        for name in CAUSAL
+        for any_length in (False, True)
+        if any_length or name in ("lion", "delta", "ldn")
     ],
 )
 def test_a_step_goes_on_from_its_state(name, any_length):
@@ -275,6 +278,7 @@ def test_a_step_goes_on_from_its_state(name, any_length):
     assert_near(torch.cat(parts, dim=1), model(tokens)[0])
 
 
+@pytest.mark.slow
 def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced, caplog):
     model = image_classifier(**IMAGES["lightnet"])
     export_onnx(model, tmp_path / "model.onnx")
@@ -294,15 +298,15 @@ def test_an_onnx_file_of_images_says_what_it_is(tmp_path, traced, caplog):
         assert_near(run(session, images=x)[0], model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
         pytest.param(BOTH["lion"], id="lion"),
-        pytest.param(CAUSAL["delta"], id="delta", marks=pytest.mark.slow),
+        pytest.param(CAUSAL["delta"], id="delta"),
         pytest.param(  # chunks of several blocks; the others have one
             {"mixer": LightNetMixerConfig(num_heads=2, direction="forward"), "position": None},
             id="lightnet, default chunks",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -321,10 +325,8 @@ def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, ch
         assert_near(run(session, tokens=tokens, keep=keep)[0], model(tokens, keep))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lightnet", "lion", "window"))],
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["bert", "lightnet", "lion", "window"])
 def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
     model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
     export_onnx(model, tmp_path / "model.onnx", extra_inputs=("keep",))
@@ -339,12 +341,13 @@ def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
                 assert_near(row[real.numpy()], model(text[None, :length])[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(CAUSAL["lightnet"], id="lightnet", marks=pytest.mark.slow),
         pytest.param(CAUSAL["gpt2"], id="gpt2"),
-        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.slow),
+        pytest.param(CAUSAL["lightnet"], id="lightnet"),
+        pytest.param(HYBRID, id="hybrid"),
     ],
 )
 def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, change):
@@ -426,6 +429,7 @@ def test_a_form_that_fits_one_length_is_refused():
         export_step(model, any_length=True)
 
 
+@pytest.mark.slow
 def test_onnx_has_no_joint_positions(tmp_path):
     position = ToeplitzPositionConfig(hidden_states=4, bidirectional=True, joint=True)
     model = image_classifier(mixer=LightNetMixerConfig(num_heads=2), position=position)
@@ -435,6 +439,7 @@ def test_onnx_has_no_joint_positions(tmp_path):
     assert_near(export_program(model).module()(images), model(images))
 
 
+@pytest.mark.slow
 def test_onnx_has_no_crank_nicolson(tmp_path):
     mixer = LinearDiffusionMixerConfig(num_heads=2, scheme="crank_nicolson", **NEAR)
     model = image_classifier(mixer=mixer, mlp=None, position=None)

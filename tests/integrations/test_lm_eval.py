@@ -83,6 +83,7 @@ def assert_scores(found, expected, rel=1e-9):
     assert [x for x, _ in found] == pytest.approx([x for x, _ in expected], rel=rel)
 
 
+@pytest.mark.sampled(4)
 @over_causal
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 def test_likelihoods_equal_those_of_the_whole_text(change, batch_size):
@@ -139,6 +140,7 @@ def test_rolling_likelihoods_predict_each_token_once(name):
     assert found == pytest.approx([long, *expected], rel=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["lightnet", "gpt2"])
 def test_generated_texts_end_at_stop_strings(name):
     model = CausalLMConfig(**{**SMALL, "vocab_size": 300, **CAUSAL[name]}).build().eval()
@@ -368,6 +370,7 @@ def test_lm_evals_own_tasks_are_indexed_only_if_needed(saved, monkeypatch):
     assert indexed == [False, False, True, False, True]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

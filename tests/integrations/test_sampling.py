@@ -151,6 +151,7 @@ def test_predicted_pixels_are_clipped(sampler):
 DETERMINISTIC = [case for case in ALL if case[2] != "ddpm"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("prediction", "betas", "sampler"),
     DETERMINISTIC,
@@ -208,6 +209,7 @@ def built(**changes):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_an_image_depends_only_on_its_seed_and_label(sampler, guidance):

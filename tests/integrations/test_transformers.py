@@ -71,6 +71,7 @@ def test_importing_the_package_imports_and_registers_nothing():
     assert not {"transformers", "diffusers", "timm", "torch"} & set(modules)
 
 
+@pytest.mark.slow
 def test_the_auto_classes_know_the_models_after_an_explicit_import():
     done = run_python("""
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,6 +115,7 @@ AUTO_CLASSES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_new_process_loads_saved_folders(trust, tmp_path):
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.rand(1, 3, 4, 4)}
@@ -184,6 +186,7 @@ def folder(tmp_path):
     return save
 
 
+@pytest.mark.slow
 def test_a_pipeline_writes_text(folder):
     native, tokenizer = causal_lm(), word_tokenizer()
     write = pipeline("text-generation", folder(native, tokenizer, pad_token_id=0))
@@ -303,11 +306,9 @@ def losses(trained):
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    "task",
-    [t if t in ("causal", "classes") else pytest.param(t, marks=pytest.mark.slow) for t in TASKS],
-)
+@pytest.mark.parametrize("task", TASKS)
 def test_trainer_trains_and_goes_on_where_it_stopped(task, tmp_path):
     whole = trainer(task, tmp_path / "whole")
     whole.train()
@@ -320,6 +321,7 @@ def test_trainer_trains_and_goes_on_where_it_stopped(task, tmp_path):
     assert np.isfinite(again.evaluate()["eval_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_trainer_counts_tokens_alike_however_a_batch_is_cut(tmp_path):
     whole = trainer("causal", tmp_path / "whole", max_steps=2)
@@ -372,6 +374,7 @@ def test_checkpointing_is_switched_on_and_off():
     assert flags() == [True] * 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("change", [*CAUSAL.values(), HGRN], ids=[*CAUSAL, "hgrn"])
 def test_checkpointing_changes_no_gradient(change, use_reentrant):

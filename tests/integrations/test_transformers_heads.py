@@ -120,6 +120,7 @@ def test_only_models_with_lrpe_keep_weights_in_float32():
     assert not without._keep_in_fp32_modules_strict
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_backbone_returns_feature_maps(name, tmp_path):
     native, pixels = built(*PRESETS[name]), torch.randn(2, 3, 16, 16)

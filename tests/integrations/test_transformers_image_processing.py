@@ -21,6 +21,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
 def test_a_pipeline_classifies_as_predict_does(fields, tmp_path, monkeypatch):
     mean, std = (0.4, 0.5, 0.6)[: fields["channels"]], (0.2, 0.3, 0.4)[: fields["channels"]]

@@ -27,6 +27,7 @@ def images(*size):
     return torch.randn(2, 3, *(size or (16, 16)))
 
 
+@pytest.mark.sampled(2)
 @over_presets
 def test_a_classifier_comes_back_with_the_same_scores(name, more, tmp_path):
     native, pixels = built(name, more), images()
@@ -85,6 +86,7 @@ def test_both_heads_learn_where_there_are_two():
     assert_close(model(pixels).logits, (first + second) / 2)
 
 
+@pytest.mark.sampled(2)
 @over_presets
 def test_checkpointing_changes_no_gradient(name, more):
     gradients = []

@@ -61,6 +61,7 @@ def lightnet():
     return to_transformers(causal(CAUSAL["lightnet"]))
 
 
+@pytest.mark.sampled
 @over_causal
 def test_a_causal_model_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = causal(change), ids(2, TOKENS)
@@ -75,6 +76,7 @@ def test_a_causal_model_comes_back_with_the_same_scores(change, tmp_path):
         assert torch.equal(model.to_onescan().state_dict()[name], weight), name
 
 
+@pytest.mark.sampled(3)
 @over_both
 def test_a_masked_model_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = masked(change), ids(2, TOKENS)
@@ -85,6 +87,7 @@ def test_a_masked_model_comes_back_with_the_same_scores(change, tmp_path):
     assert_close(model.to_onescan()(tokens), native(tokens))
 
 
+@pytest.mark.sampled(3)
 @over_both
 def test_a_classifier_comes_back_with_the_same_scores(change, tmp_path):
     native, tokens = classifier(change), ids(2, TOKENS)
@@ -151,6 +154,7 @@ def test_what_a_config_cannot_be_is_refused():
         to_transformers(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.sampled(2)
 @over_causal
 def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
     model, tokens = to_transformers(causal(change)), ids(2, TOKENS)
@@ -163,6 +167,7 @@ def test_cached_and_uncached_scores_are_equal_at_every_cut(change):
         assert rest.past_key_values.get_seq_length() == TOKENS
 
 
+@pytest.mark.sampled(2)
 @over_all_causal
 def test_generate_writes_what_the_model_itself_writes(change):
     native, tokens = causal(change), ids(2, 4)
@@ -173,6 +178,7 @@ def test_generate_writes_what_the_model_itself_writes(change):
     assert torch.equal(model.generate(tokens, prefill_chunk_size=3, **GREEDY), want)
 
 
+@pytest.mark.sampled(5)
 @over_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_score(change, side):
@@ -183,6 +189,7 @@ def test_padding_changes_no_score(change, side):
         assert_close(got[real], model(row[None, :n]).logits[0])
 
 
+@pytest.mark.sampled(2)
 @over_all_causal
 def test_texts_of_several_lengths_are_continued_together(change):
     model, tokens = to_transformers(causal(change)), ids(3, TOKENS)
@@ -192,6 +199,7 @@ def test_texts_of_several_lengths_are_continued_together(change):
         assert torch.equal(got, model.generate(row[None, :n], **GREEDY)[0, n:])
 
 
+@pytest.mark.sampled(2)
 @over_causal
 @pytest.mark.parametrize(
     "options",
@@ -219,6 +227,7 @@ def test_sampling_is_as_the_seed_says(lightnet):
     assert len(runs[0].unique(dim=0)) > 2
 
 
+@pytest.mark.sampled(2)
 @over_causal
 def test_a_conversation_goes_on_from_the_cache_that_generate_returned(change):
     model = to_transformers(causal(change))
@@ -251,6 +260,7 @@ def test_a_cache_has_one_layer_per_block(lightnet):
     assert all(layer.is_croppable for layer in cache.layers)
 
 
+@pytest.mark.sampled(2)
 @over_all_causal
 @pytest.mark.parametrize("embedded", [False, True], ids=["ids", "embeddings"])
 def test_a_cropped_cache_continues_as_if_the_removed_tokens_were_never_read(change, embedded):
@@ -278,6 +288,7 @@ def test_a_cropped_cache_continues_as_if_the_removed_tokens_were_never_read(chan
         assert cache.get_seq_length() == TOKENS
 
 
+@pytest.mark.sampled(3)
 @over_causal
 def test_tokens_read_one_at_a_time_are_removed_down_to_the_snapshot(change):
     model, tokens = to_transformers(causal(change)), ids(2, TOKENS)
@@ -301,6 +312,7 @@ def test_tokens_read_one_at_a_time_are_removed_down_to_the_snapshot(change):
 ASSISTED = {**GREEDY, "max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 0}
 
 
+@pytest.mark.sampled
 @over_causal
 def test_an_assistant_changes_no_token(change):
     model, tokens = to_transformers(causal(change)), ids(1, 7)
@@ -312,6 +324,7 @@ def test_an_assistant_changes_no_token(change):
         assert torch.equal(got, want)
 
 
+@pytest.mark.sampled
 @over_causal
 def test_prompt_lookup_changes_no_token(change):
     model, tokens = to_transformers(causal(change)), ids(1, 5).repeat(1, 2)
@@ -405,6 +418,7 @@ def test_hidden_states_are_those_between_the_blocks(lightnet):
     assert lightnet(tokens).hidden_states is None
 
 
+@pytest.mark.slow
 def test_losses_are_cross_entropies():
     tokens = ids(2, 5)
     model = to_transformers(causal(CAUSAL["lightnet"]))
@@ -474,6 +488,7 @@ def test_what_a_checkpoint_lacks_is_as_in_a_fresh_model(lightnet, tmp_path):
         assert_close(weight.abs().mean(), like.abs().mean(), rtol=0.5, atol=0.02)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [20, 9], ids=["larger", "smaller"])
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_a_vocabulary_can_grow_and_shrink(size, tie_embeddings, tmp_path):
@@ -639,6 +654,7 @@ def test_folders_with_names_of_older_versions_load(lightnet, tmp_path):
     assert_close(load_pretrained(str(tmp_path))(ids(2, 5))[0], lightnet(ids(2, 5)).logits)
 
 
+@pytest.mark.sampled(3)
 @over_causal
 def test_padding_between_real_tokens_changes_no_score(change):
     model, tokens = to_transformers(causal(change)), ids(2, 9)
@@ -659,6 +675,7 @@ def test_padding_between_real_tokens_changes_no_score(change):
                 assert_close(x[b, real], y[0, :-1])
 
 
+@pytest.mark.sampled(4)
 @over_causal
 def test_nan_embeddings_of_padding_reach_nothing(change):
     model, mask = to_transformers(causal(change)), torch.tensor([[0, 1, 1, 0, 1]])

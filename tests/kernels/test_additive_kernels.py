@@ -149,6 +149,7 @@ def within_twice_plain(case):
     assert_errors_like_torch(by_kernel, by_torch, exact, case.dtype)
 
 
+@pytest.mark.sampled
 @pairwise(
     {"causal": [False, True], "lrpe": [False, True], "dtype": DTYPES},
     rest_is_slow=True,
@@ -157,6 +158,7 @@ def test_values_states_and_gradients_are_those_of_the_definition(causal, lrpe, d
     Case(causal=causal, lrpe=lrpe, dtype=dtype).check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1, 1, 1), (1, 2, 3, 5, 7), (1, 33, 1, 16, 70), (1, 65, 1, 70, 3)]
@@ -165,6 +167,7 @@ def test_any_length_and_any_width(sizes, causal):
     Case(*sizes, causal=causal, keep=False, state=False).check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_tokens_that_are_not_kept_change_nothing(causal):
     case = Case(causal=causal, state=False)
@@ -176,6 +179,7 @@ def test_tokens_that_are_not_kept_change_nothing(causal):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_without_tokens_all_is_zero(causal):
     case = Case(2, 20, 1, 5, 6, causal=causal, state=False)
@@ -185,12 +189,14 @@ def test_without_tokens_all_is_zero(causal):
     assert (z[1] <= LOG_ZERO).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("climb", [3.6, -5.0, 300.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_logits_may_climb_and_fall_without_bound(causal, climb):
     Case(1, 40, 1, 6, 5, causal=causal, climb=climb).check(chunk_size=16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_logits_of_minus_infinity_weigh_nothing(causal):
     case = Case(1, 40, 1, 6, 5, causal=causal, keep=False, state=False)
@@ -207,6 +213,7 @@ def test_large_logits_keep_their_digits():
     case.check()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("causal", "form"), [(False, "one_scan"), (True, "chunk"), (True, "recurrent")]
 )
@@ -224,11 +231,13 @@ def test_shifting_all_positions_changes_no_output(causal, form):
     assert (far - near).norm() <= 2e-6 * near.norm()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk_size", [1, 31, 1000])
 def test_chunks_of_any_size_give_the_same(chunk_size):
     Case(1, 40, 1, 5, 5, causal=True).check(chunk_size=chunk_size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cut", [1, 16, 39])
 def test_two_calls_equal_one(cut):
     case = Case(2, 40, 1, 5, 6, causal=True, state=False)
@@ -249,6 +258,7 @@ def test_two_calls_equal_one(cut):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_states_and_masks_with_gaps_are_taken(causal):
     case = Case(2, 20, 1, 5, 6, causal=causal)
@@ -267,6 +277,7 @@ def test_parts_of_a_long_sequence_are_merged(monkeypatch):
     Case(1, 70, 1, 5, 6).check()
 
 
+@pytest.mark.sampled
 @over_dtypes
 def test_parts_of_a_long_sequence_are_merged_where_kv_is_held(dtype, monkeypatch):
     from onescan.kernels import common
@@ -304,6 +315,7 @@ def test_a_state_of_no_tokens_changes_nothing(causal, empty):
     case.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("read", [(0,), (1,), (2,), (1, 2)], ids=["o", "z", "kv", "z and kv"])
 def test_a_loss_may_depend_on_some_outputs_alone(causal, read):
@@ -351,6 +363,7 @@ def test_values_of_another_type_and_tensors_with_gaps_are_taken():
     torch.testing.assert_close(o.cpu(), additive_decay(q, k, v, backend="torch")[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 @over_dtypes
 def test_errors_are_at_most_twice_those_of_plain_torch(dtype, causal):
@@ -397,6 +410,7 @@ def assert_packing_equals_separate_calls(case, *lengths, cu_device="cpu"):
         assert error <= ROUNDING[case.dtype] * wanted.abs().max().clamp(min=1)
 
 
+@pytest.mark.sampled
 @pairwise(
     {"causal": [False, True], "lrpe": [False, True], "keep": [False, True], "dtype": DTYPES},
     rest_is_slow=True,
@@ -409,6 +423,7 @@ def test_packed_sequences(causal, lrpe, keep, dtype, monkeypatch):
     assert_packing_equals_separate_calls(case, [0, 1, 63, 0, 64, 65, 0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_of_any_logits(causal):
     case = Case(1, 24, 1, 6, 5, causal=causal, state=False, climb=5.0)
@@ -417,6 +432,7 @@ def test_packed_sequences_of_any_logits(causal):
     assert_packing_equals_separate_calls(case, [4, 10, 6, 4])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_offsets_on_the_device_bound_the_number_of_chunks(causal, monkeypatch):
     monkeypatch.setattr("onescan.ops.packing.can_look_at_values", lambda _: False)

@@ -27,6 +27,7 @@ def cells(line):
 ROWS = [dict(zip(cells(BUDGET[0]), cells(line), strict=True)) for line in BUDGET[2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__.partition("+")[0] != PINNED, reason="other versions decompose operators anew"
 )

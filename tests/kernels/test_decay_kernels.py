@@ -163,6 +163,7 @@ def test_bidirectional_diagonal_decays_are_those_of_the_reading_token():
 COLUMNS = "tokens, decay, causal, decay_at, normalize, keep, enters, widths"
 NARROW = (2, 33, 63)  # tokens of which narrow types are tried in the interpreter too
 TABLE = [
+    (1, "none", False, "source", "none", False, "left", (5, 6)),
     (1, "scalar", True, "source", "none", False, "left", (5, 6)),
     (1, "diagonal", False, "target", "sum", False, "", (5, 6)),
     (2, "fixed", False, "source", "max_one", False, "right", (1, 1)),
@@ -171,7 +172,6 @@ TABLE = [
     (34, "diagonal", False, "source", "sum", False, "left", (5, 70)),  # values in two parts
     (63, "scalar", False, "target", "sum", False, "left right", (5, 6)),
     (63, "scalar", False, "symmetric", "sum", True, "right", (5, 6)),
-    (1, "none", False, "source", "none", False, "left", (5, 6)),
     (2, "none", False, "source", "max_one", False, "", (6, 5)),
     (33, "none", False, "source", "none", True, "left right", (5, 40)),
     (63, "none", False, "source", "sum", True, "right", (40, 6)),
@@ -187,6 +187,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(COLUMNS, TABLE)
 def test_kernels_match_the_reference(
     tokens, decay, causal, decay_at, normalize, keep, enters, widths
@@ -233,6 +234,7 @@ def test_random_shapes(seed):
     assert_matches_reference(named, *DTYPES, **options)
 
 
+@pytest.mark.sampled
 @over_seeds
 def test_random_shapes_of_steps(seed):
     batch, tokens = drawn(seed, 5, 9)
@@ -242,6 +244,7 @@ def test_random_shapes_of_steps(seed):
     assert_steps_match_reference(named, *DTYPES, normalize=normalize)
 
 
+@pytest.mark.sampled
 @pairwise(
     {"causal": [True, False], "decay_at": ["source", "target"], "decay": DECAYS},
     rest_is_slow=True,
@@ -255,6 +258,7 @@ def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
     assert_matches_reference(named, SINGLE, causal=causal, decay_at=decay_at)
 
 
+@pytest.mark.sampled
 @over_directions
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
 def test_nothing_flows_back_to_a_decay_that_forgets_all(causal, decay):
@@ -270,6 +274,7 @@ over_calls_and_none = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @over_calls_and_none
 def test_samples_and_heads_do_not_meet(causal, decay):
     named = inputs(34, causal=causal, decay=decay, enters="left", batch=2, heads=2)
@@ -294,6 +299,7 @@ def cut(named, start, stop, state):
     return dict(part, state=state)
 
 
+@pytest.mark.sampled
 @over_decays
 @pytest.mark.parametrize("first", ["chunk", "recurrent"])
 def test_two_calls_equal_one(decay, first):
@@ -307,6 +313,7 @@ def test_two_calls_equal_one(decay, first):
         assert_near(got, [x.double().cpu() for x in (want, *last)], 2e-5)
 
 
+@pytest.mark.sampled(11)
 @over_dtypes
 @pytest.mark.parametrize("decay", ["none", *DECAYS])
 @pytest.mark.parametrize(("tokens", "normalize"), [(1, "none"), (5, "sum"), (3, "max_one")])
@@ -333,6 +340,7 @@ def test_a_cuda_graph_repeats_a_call(decay, causal, form):
     assert_a_graph_repeats(lambda: call(**named)[0])
 
 
+@pytest.mark.sampled
 @over_calls_and_none
 def test_masked_tokens_may_hold_anything(causal, decay):
     named = narrowed(inputs(40, causal=causal, decay=decay, keep=True), SINGLE)
@@ -421,6 +429,7 @@ def test_where_kernels_are_preferred_the_rest_runs_on_torch():
             assert torch.autograd.grad(o.sum(), named["v"])[0].isfinite().all()
 
 
+@pytest.mark.sampled(2)
 @over_dtypes
 @pytest.mark.parametrize(("feature_map", "decay"), [("shifted_silu", "scalar"), ("silu", "fixed")])
 def test_steps_apply_feature_maps(feature_map, decay, dtype):
@@ -459,6 +468,7 @@ def test_operators_are_as_torch_wants_them(decay, normalizer):
         torch.library.opcheck(torch.ops.onescan.decay_step, steps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("normalizer", "enters"), [("sum", True), ("none", False)])
 def test_operators_without_decay_are_as_torch_wants_them(normalizer, enters):
     q, k, v = (torch.rand(1, 3, 2, n).to(DEVICE).requires_grad_() for n in (5, 5, 6))
@@ -467,6 +477,7 @@ def test_operators_without_decay_are_as_torch_wants_them(normalizer, enters):
     torch.library.opcheck(torch.ops.onescan.linear_attention, (q, k, v, *others, normalizer))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("normalize", "widths"), [("none", (6, 5)), ("sum", (5, 6))])
 def test_errors_without_decay_are_within_twice_those_of_plain_torch(normalize, widths):
     named = inputs(70, causal=False, decay="none", widths=widths)
@@ -497,6 +508,7 @@ def test_a_mask_with_gaps_is_taken():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("causal", "decays"), [(False, True), (True, True), (False, False)])
 def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal, decays):
     q, k = torch.rand(2, 1, 40, 1, 8).half()
@@ -515,6 +527,7 @@ def test_what_all_values_share_leaves_no_gradient_of_a_row_sum(causal, decays):
         assert (found - expected).abs().max() <= rounding
 
 
+@pytest.mark.sampled
 @over_dtypes
 @pytest.mark.parametrize(
     ("causal", "decay"), [(True, "scalar"), (False, "diagonal"), (False, "none")]

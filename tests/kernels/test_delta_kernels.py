@@ -103,6 +103,7 @@ def test_an_axis_of_one_update_runs_in_kernels():
     torch.testing.assert_close(in_kernels(**named | updates, causal=True)[0], want, atol=0, rtol=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(COLUMNS, TABLE)
 def test_kernels_match_the_reference(tokens, causal, decay, keep, enters, widths):
     dtypes = DTYPES if GPU or tokens in NARROW else [SINGLE]
@@ -207,6 +208,7 @@ def test_equal_keys_do_not_lose_digits(causal):
     assert_matches_reference(named, SINGLE, causal=causal)
 
 
+@pytest.mark.slow
 def test_samples_and_heads_do_not_meet():
     named = inputs(34, causal=True, enters="left", batch=2, heads=2)
     o, _ = in_kernels(**narrowed(named, SINGLE), causal=True)
@@ -230,10 +232,9 @@ def test_two_calls_equal_one(place):
     assert_near(got, [x.double().cpu() for x in (want, last.kv)], 2e-5)
 
 
+@pytest.mark.sampled
 @over_dtypes
-@pytest.mark.parametrize(
-    ("causal", "decay"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("causal", "decay"), [(True, False), (False, True)])
 def test_packed_sequences(causal, decay, dtype):
     """A packed call equals the reference for each sequence, values and gradients."""
     cu_seqlens = torch.tensor([0, 1, 9, 9, 30, 40], dtype=torch.int32)

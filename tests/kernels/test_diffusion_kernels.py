@@ -85,6 +85,7 @@ def assert_no_less_exact_than_torch(named, definition=reference.forward):
     assert_errors_like_torch(found, usual, exact, named["x"].dtype)
 
 
+@pytest.mark.sampled(2)
 @over_dtypes
 @pytest.mark.parametrize(("tokens", "radius"), [(1, 3), (21, 4), (5, 40)])
 @pytest.mark.parametrize(("keep", "state"), [(False, False), (True, False), (True, True)])
@@ -92,6 +93,7 @@ def test_kernels_match_the_reference(tokens, radius, keep, state, dtype):
     assert_no_less_exact_than_torch(inputs(tokens, radius, keep=keep, state=state, dtype=dtype))
 
 
+@pytest.mark.sampled(2)
 @over_dtypes
 @pytest.mark.parametrize(("tokens", "radius"), [(64, 3), (131, 70)])
 def test_kernels_match_torch_over_several_blocks(tokens, radius, dtype):
@@ -104,6 +106,7 @@ def test_any_radius_and_number_of_channels(radius, width):
     assert_no_less_exact_than_torch(inputs(5, radius, batch=1, width=width))
 
 
+@pytest.mark.sampled(2)
 @over_dtypes
 @over_seeds
 def test_random_sizes(seed, dtype):
@@ -112,6 +115,7 @@ def test_random_sizes(seed, dtype):
     assert_no_less_exact_than_torch(named, partial(plain, form="dense"))
 
 
+@pytest.mark.sampled
 @over_dtypes
 @pytest.mark.parametrize("keep", [False, True])
 def test_packed_sequences_do_not_mix(keep, dtype):
@@ -213,6 +217,7 @@ def test_unsupported_calls_are_refused(change, message):
         unwrap(linear_diffusion)(**named)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("keep", "packed"), [(False, False), (True, True)])
 def test_the_op_is_declared_rightly(keep, packed):
     named = inputs(9, 2, keep=keep)

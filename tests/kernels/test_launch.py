@@ -83,6 +83,7 @@ print("launched", len(calls))
 """
 
 
+@pytest.mark.slow
 def test_a_repeated_launch_passes_the_same_arguments(tmp_path):
     script = tmp_path / "launches.py"  # Triton reads the source of kernels from their file
     script.write_text(LAUNCHES)

@@ -138,6 +138,7 @@ def test_the_preferred_backend_is_taken():
 GRIDS = [((7,), 0, 5), ((700,), 2, 0), ((3, 4), 1, 0), ((2, 3, 4), 0, 100_000_000), ((1, 5), 0, 0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "prefix", "start"), GRIDS, ids=str)
 @pytest.mark.parametrize("width", [1, 5, 70])
 def test_angles_of_a_grid_are_those_of_float64(shape, prefix, start, width):

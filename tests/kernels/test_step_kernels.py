@@ -86,6 +86,7 @@ def assert_no_less_exact_than_torch(named):
     assert (ours <= 2 * theirs + few_roundings).all(), (ours, theirs)
 
 
+@pytest.mark.sampled(9)
 @over_dtypes
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("lrpe", [False, True])
@@ -103,6 +104,7 @@ def projected(*parts):
     return [x.unflatten(-1, like.shape[2:]) for x, like in pieces]
 
 
+@pytest.mark.sampled(3)
 @over_dtypes
 @pytest.mark.parametrize("feature_map", ["identity", "silu", "shifted_silu", "relu"])
 @pytest.mark.parametrize("start", [0, 2**20 + 1, torch.tensor(2**20 + 1)], ids=str)
@@ -224,6 +226,7 @@ def test_gradients_are_refused_by_name_of_the_form_that_has_them(name):
         assert call(**named)[0].isfinite().all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lrpe", [False, True])
 def test_the_op_is_declared_rightly(lrpe):
     q, k, v, angles, state, keep = inputs(2, lrpe=lrpe, keep=lrpe).values()

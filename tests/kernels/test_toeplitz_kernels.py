@@ -95,6 +95,7 @@ def assert_no_less_exact_than_torch(named, definition=reference.forward):
     assert (ours <= 2 * errors(plain, want) + few_roundings).all(), (ours, errors(plain, want))
 
 
+@pytest.mark.sampled(2)
 @over_dtypes
 @pytest.mark.parametrize("tokens", [1, 8, 21])
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
@@ -103,6 +104,7 @@ def test_kernels_match_the_reference_of_a_sequence(tokens, bidirectional, state,
     assert_no_less_exact_than_torch(inputs((tokens,), **options))
 
 
+@pytest.mark.sampled
 @over_dtypes
 @pytest.mark.parametrize("shape", [(3, 4), (1, 9), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -115,6 +117,7 @@ def test_kernels_match_the_reference_of_a_grid(shape, bidirectional, dtype):
 BUILDS = [(1, 33, 1, False), (2, 3, 5, True), (1, 40, 16, True), (1, 17, 70, False)]
 
 
+@pytest.mark.sampled
 @over_dtypes
 @over_seeds
 def test_random_shapes(seed, dtype, monkeypatch):
@@ -136,6 +139,7 @@ def test_a_cuda_graph_repeats_a_call():
     assert_a_graph_repeats(lambda: run(**named)[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("channels", "width"), [(1, 1), (17, 3), (2, 70)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_any_number_of_channels_and_exponentials(channels, width, bidirectional):
@@ -143,6 +147,7 @@ def test_any_number_of_channels_and_exponentials(channels, width, bidirectional)
     assert_no_less_exact_than_torch(named)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -50.0, -1e4])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_extreme_decays_match_the_reference(decay, bidirectional):
@@ -194,6 +199,7 @@ def test_a_loss_may_depend_on_outputs_or_the_state_alone(read):
     torch.testing.assert_close(gradients(run), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["auto", "scan"])
 def test_the_preferred_backend_is_taken(form):
     named = inputs((5,), channels=300, width=2)  # wider than a head may be
@@ -240,6 +246,7 @@ def separately(x, *, state, shape, **others):
     return torch.cat(mixed, dim=1).view_as(x), None
 
 
+@pytest.mark.sampled
 @over_dtypes
 @pytest.mark.parametrize(
     ("bidirectional", "width", "looks"), [(False, 5, True), (True, 5, False), (False, 70, False)]
@@ -258,6 +265,7 @@ def test_packed_sequences_do_not_mix(bidirectional, width, looks, dtype):
     assert (results[0] <= 2 * results[1] + few_roundings).all(), results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("bidirectional", "state"), [(False, False), (False, True), (True, False)])
 def test_the_op_is_declared_rightly(bidirectional, state):
     named = inputs((9,), bidirectional=bidirectional)

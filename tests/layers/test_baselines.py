@@ -228,6 +228,7 @@ LANGUAGE = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_causal_language_models_continue_from_a_state(name):
     changes = {"mixer.num_heads": HEADS, "vocab_size": 11, "width": 24, "depth": 3}

@@ -49,6 +49,7 @@ CONFIGS = {
 ONE_AXIS = ("window", "retnet")
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_mixer_passes(name):
     config = dataclasses.replace(CONFIGS[name], num_heads=2)
@@ -216,6 +217,7 @@ def as_list(forward, call):
     return y, [state]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", SUBTLE)
 def test_a_subtle_fault_is_found(fault):
     promise, config = SUBTLE[fault]
@@ -241,6 +243,7 @@ class Normalizing(Plain):
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "config",
     [

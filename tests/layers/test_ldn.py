@@ -170,6 +170,7 @@ def test_separable_diffusion_wants_the_grid_of_its_tokens(grid):
         built(axes=2, separable=True)(tokens(1, 12), grid)
 
 
+@pytest.mark.sampled(6)
 @some_parts
 @pytest.mark.parametrize("fields", [{}, {"kernels": 2, "norm": "layer", "input_residual": True}])
 def test_causal_in_two_calls_equals_one_at_every_cut(on, fields):

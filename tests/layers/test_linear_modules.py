@@ -111,6 +111,7 @@ def check_wrapped(module, run):
     assert all(layer.calls for layer in layers)
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("config", MIXER_CONFIGS.values(), ids=MIXER_CONFIGS)
 def test_mixers_call_every_linear_layer(config):
     mixer = replace(config, {"num_heads": HEADS}).build(width=WIDTH, axes=2).double()
@@ -118,6 +119,7 @@ def test_mixers_call_every_linear_layer(config):
     check_wrapped(mixer, lambda m: m(x, GRID)[0])
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_call_every_linear_layer(name):
     model, inputs = MODELS[name].build().double().eval(), MODELS[name].example_inputs()

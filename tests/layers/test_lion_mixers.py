@@ -230,6 +230,7 @@ def test_every_row_of_table_1_is_its_recurrence(row, direction):
     torch.testing.assert_close(mixer(x, LINE)[0], want)
 
 
+@pytest.mark.sampled(17)
 @over_rows
 @pytest.mark.parametrize("form", ["full", "chunk", "recurrent"])
 def test_the_forward_half_of_every_row_is_its_causal_original(row, form):
@@ -276,6 +277,7 @@ def test_masked_tokens_equal_removed_ones(row):
     torch.testing.assert_close(y[keep][None], mixer(x[keep][None], Grid((4,)))[0])
 
 
+@pytest.mark.sampled(7)
 @over_rows
 def test_a_causal_mixer_in_two_calls_equals_one_at_every_cut(row):
     config = dataclasses.replace(LINEAR_TRANSFORMERS[row], direction="forward", chunk_size=4)
@@ -403,6 +405,7 @@ def test_masked_tokens_of_a_natural_scan_equal_removed_rows():
     assert (y[:, 8:] == 0).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["lion_lit", "lion_d", "lion_s", "lion_d_natural"])
 def test_a_models_forms_predict_alike(name):
     config = preset(f"{name}_tiny", image_size=32, patch_size=4, depth=2, num_classes=5)

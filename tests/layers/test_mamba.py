@@ -221,6 +221,7 @@ def test_a_vim_classifier_compiles_and_exports_whole():
     torch.testing.assert_close(exported.module()(more), model(more))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "d", "depth"), [("tiny", 192, 24), ("small", 384, 24), ("base", 768, 24)]
 )

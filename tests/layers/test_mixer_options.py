@@ -122,6 +122,7 @@ def without_convolution(mixer, x, convolved, axes=1):
     return plain
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "direction"),
     [
@@ -279,6 +280,7 @@ def test_the_natural_scan_of_a_line_is_the_flat_one(name):
         torch.testing.assert_close(natural(x, grid, keep=keep)[0], flat(x, grid, keep=keep)[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", CAUSAL.values(), ids=CAUSAL)
 @pytest.mark.parametrize("masked", [False, True])
 def test_two_calls_equal_one_at_every_cut(config, masked):

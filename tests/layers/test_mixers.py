@@ -107,6 +107,7 @@ def test_masked_tokens_give_and_get_nothing(config_class):
     torch.testing.assert_close(mixer(x, GRID, keep=torch.ones_like(keep))[0], mixer(x, GRID)[0])
 
 
+@pytest.mark.sampled(11)
 @over_mixers
 @pytest.mark.parametrize("axes", [1, 2])
 def test_values_of_masked_tokens_do_not_reach_gradients(config_class, axes):
@@ -278,6 +279,7 @@ def loop(mixer, x, *, causal):
     return mixer.out_proj(mixer.norm(torch.stack(outputs, dim=1)) * mixer.gate_proj(gate).sigmoid())
 
 
+@pytest.mark.sampled(2)
 @over_separate
 @pytest.mark.parametrize("norm", ["none", "layer"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -289,6 +291,7 @@ def test_separate_decay_logits_match_the_recurrence(causal, norm, fields):
     torch.testing.assert_close(mixer(x, Grid((6,)))[0], loop(mixer, x, causal=causal))
 
 
+@pytest.mark.sampled(3)
 @over_separate
 @pytest.mark.parametrize("spread", [20, 30, 60])
 @pytest.mark.parametrize("causal", [False, True])

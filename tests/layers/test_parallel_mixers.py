@@ -228,6 +228,7 @@ def check_each(configs, group, **options):
             raise
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", MIXERS)
 def test_tokens(over_ranks, family):
     def check(group):
@@ -237,6 +238,7 @@ def test_tokens(over_ranks, family):
     over_ranks(check)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", GRIDS)
 def test_grids(over_ranks, family):
     def check(group):
@@ -247,6 +249,7 @@ def test_grids(over_ranks, family):
     over_ranks(check)
 
 
+@pytest.mark.slow
 def test_packed_sequences(over_ranks):
     def check(group):
         check_each(PACKED, group, shape=(T,), masks=group.size() > 2, offsets=OFFSETS)

@@ -108,6 +108,7 @@ def test_transformers_models_take_any_axes(sizes, tmp_path):
         torch.testing.assert_close(loaded(pixel_values=x).logits, native(x))
 
 
+@pytest.mark.sampled
 @over_sizes
 def test_exported_programs_take_any_axes_and_sizes(sizes, tmp_path):
     model = small(**sizes)
@@ -137,6 +138,7 @@ def test_denoisers_of_any_axes_sample_through_diffusers(sizes, tmp_path):
         pipe(class_labels=[0], output_type="pt", height=8)
 
 
+@pytest.mark.sampled
 @over_sizes
 def test_commands_train_evaluate_and_load(sizes, tmp_path, monkeypatch, capsys):
     """From arrays in a file to a report, with sizes inferred from the arrays."""

@@ -18,6 +18,7 @@ def rng(seed):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CONSTANT.values(), ids=CONSTANT)
 def test_sequences_get_the_tokens_of_generate(change):
     model = causal(change)

@@ -50,6 +50,7 @@ def replayed(monkeypatch):
     monkeypatch.setattr(decoding_graph, "capture", lambda step, warm_up, device: step)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("position", [ToeplitzPositionConfig(), TokenPositionConfig()], ids=str)
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 def test_a_graph_generates_the_same_tokens(mixer, position, replayed):
@@ -92,6 +93,7 @@ def operators_at(model, position):
     return operators.calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(GPU, reason="kernels are not interpreted on a GPU")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)

@@ -68,6 +68,7 @@ def noisy(*size, count=2):
 T, LABELS = torch.tensor([10, 900]), torch.tensor([1, 4])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", LIGHTNET_PARAMETERS)
 def test_lightnet_has_exactly_the_parameters_of_its_table(size):
     assert model_size(preset(f"lightnet_dit_{size}_2")).parameters == LIGHTNET_PARAMETERS[size]
@@ -239,6 +240,7 @@ def test_a_denoiser_compiles_whole(condition):
     torch.testing.assert_close(compiled(*arguments), model(*arguments))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_it_is_exported(condition):
     model = awake(tiny(condition=condition)).float()

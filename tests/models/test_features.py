@@ -133,6 +133,7 @@ def test_grids_of_mixed_sizes_equal_each_image_alone():
         torch.testing.assert_close(found[:, :rows, :columns], alone, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixed_sizes_equal_each_image_alone(name):
     mixer = MIXERS[name]
@@ -217,6 +218,7 @@ def shapes(count, generator):
     return images.unsqueeze(1), at_patches * (1 + is_disc.long())
 
 
+@pytest.mark.slow
 def test_a_linear_segmentation_head_learns_from_grids():
     generator = torch.Generator().manual_seed(0)
     config = dataclasses.replace(

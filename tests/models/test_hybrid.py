@@ -117,6 +117,7 @@ def test_a_hybrid_is_not_a_mixer():
         HYBRID.build(width=24, axes=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mixer", [CAUSAL, WINDOW], ids=["softmax", "window"])
 @pytest.mark.parametrize("position", [None, PLACES], ids=["none", "places"])
 def test_generation_equals_whole_texts_at_every_cut(mixer, position, tmp_path):

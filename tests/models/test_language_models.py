@@ -64,6 +64,7 @@ from onescan.models.token_network import (
 from onescan.shapes import Grid
 
 
+@pytest.mark.sampled(2)
 @over_all_causal
 def test_cached_and_chunked_calls_equal_one_at_every_cut(change):
     model, tokens = causal(change), ids(2, TOKENS)
@@ -91,6 +92,7 @@ def test_no_token_hears_of_a_later_one(change):
     assert (got[:, 5:] != want[:, 5:]).any(dim=-1).all()
 
 
+@pytest.mark.sampled(6)
 @over_all_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_equals_single_runs(change, side):
@@ -155,6 +157,7 @@ def test_token_places_are_counted_over_real_tokens():
         position(torch.zeros(2, 2, 3), Grid((2,)), taken)
 
 
+@pytest.mark.sampled(8)
 @over_all_causal
 def test_a_state_survives_being_flattened(change):
     model, tokens = causal(change), ids(2, 5)
@@ -194,6 +197,7 @@ def test_last_only_scores_the_last_token():
     torch.testing.assert_close(got, model(tokens)[0][:, -1:])
 
 
+@pytest.mark.sampled(3)
 @over_causal
 def test_generation_is_the_likeliest_token_again_and_again(change):
     model, tokens = causal(change), ids(2, 4)
@@ -204,6 +208,7 @@ def test_generation_is_the_likeliest_token_again_and_again(change):
     assert torch.equal(written, text[:, 4:])
 
 
+@pytest.mark.sampled(4)
 @over_all_causal
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_generation_continues_padded_prompts_as_if_there_were_no_padding(change, side):
@@ -278,6 +283,7 @@ def test_nothing_to_write_is_refused():
         causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", ["Sampling(top_k=1.5), max_new_tokens=2", "max_new_tokens=1.5"])
 def test_fractions_of_tokens_are_refused(options):
     """Run without the type checks of these tests, which would raise first."""
@@ -294,6 +300,7 @@ def masked(change, **more):
     return built(MaskedLMConfig(**{**SMALL, "mlp": GLUConfig(), **change, **more}))
 
 
+@pytest.mark.sampled(8)
 @over_both
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_of_a_masked_model_equals_single_runs(change, side):
@@ -314,6 +321,7 @@ def test_every_token_hears_of_every_other(change):
         assert (model(other) != want).any(dim=-1).all()
 
 
+@pytest.mark.sampled(10)
 @pairwise(
     {
         "name": BOTH,
@@ -553,6 +561,7 @@ def assert_padding_has_no_effect(read, rows, keep, parameters):
             torch.testing.assert_close(x, want, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("change", EVERYWHERE.values(), ids=EVERYWHERE)
 def test_padding_anywhere_has_no_effect_in_causal_models(change):
     model = causal(change)
@@ -611,6 +620,7 @@ DISTANCES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("change", [*BOTH.values(), *DISTANCES.values()], ids=[*BOTH, *DISTANCES])
 def test_padding_anywhere_has_no_effect_in_bidirectional_models(change):
     model = built(MaskedLMConfig(**{**SMALL, "mlp": GLUConfig(), **change}))

@@ -51,6 +51,7 @@ def tiny(**changes):
     return ImageClassifierConfig(**{**fields, **changes})
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("row", LIGHTNET_PARAMETERS)
 @pytest.mark.parametrize("size", SIZES)
 def test_lightnet_has_exactly_the_papers_parameters(row, size):
@@ -67,6 +68,7 @@ def test_deit_has_exactly_deits_parameters_and_cost(size):
     assert round(counted.macs / 1e9, 1) == (1.3, 4.6, 17.6)[SIZES.index(size)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LION_PARAMETERS)
 @pytest.mark.parametrize("size", SIZES)
 def test_lion_has_deits_parameters_and_its_decays(name, size):

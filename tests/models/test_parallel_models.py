@@ -143,6 +143,7 @@ def classify(model, images, keep=None):
     return outputs | {"logits": (logits, None)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "sizes"), cases(IMAGE_MODELS))
 def test_image_classifier(assert_same, config, sizes):
     model, images = built(config), pixels(config)
@@ -190,6 +191,7 @@ def noisy_inputs(config):
     return {"noisy": (pixels(config), 2)} | {name: (x, None) for name, x in per_image.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "sizes"), cases(DENOISERS))
 def test_denoiser(assert_same, config, sizes):
     assert_same(ROWS, OneProcess(built(config), denoise, noisy_inputs(config)), sizes=sizes)
@@ -210,6 +212,7 @@ def test_samples_are_dropped_on_all_ranks(tmp_path):
     run_ranks(3, check, tmp_path)
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks(assert_same, monkeypatch):
     """The backward pass, which runs outside of the context, recomputes blocks inside of it."""
     monkeypatch.setattr(Block, "recompute", True)
@@ -247,6 +250,7 @@ def test_checkpointing_of_transformers(assert_same):
     assert_same(T, OneProcess(model, call, {"tokens": (texts(), 1)}), sizes=[3])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "sizes"), cases(CAUSAL_MODELS))
 def test_causal_language_model(assert_same, config, sizes):
     def call(model, tokens, keep, before):
@@ -263,6 +267,7 @@ def test_causal_language_model(assert_same, config, sizes):
     assert_same(T, OneProcess(built(config), call, inputs), sizes=sizes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["lightnet", "independent decay", "token positions"])
 def test_generation(tmp_path, name):
     """Ranks read a sharded prompt, and then generate on their own."""
@@ -288,6 +293,7 @@ MASKED_MODELS = {name: language_model(mixer, MASKED) for name, mixer in MIXERS.i
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("config", "sizes"), cases(MASKED_MODELS))
 def test_masked_language_model(assert_same, config, sizes):
     def call(model, tokens, keep, segments):
@@ -311,6 +317,7 @@ PACKED_MODELS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("config", "sizes"), cases(PACKED_MODELS))
 def test_packed_documents(assert_same, config, sizes):
     def call(model, tokens, keep, offsets=None, documents=None):
@@ -325,6 +332,7 @@ def test_packed_documents(assert_same, config, sizes):
     assert_same(T, by_offsets, by_numbers, sizes=sizes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pool", ["first", "mean", "max", "attention"])
 def test_sequence_classifier(assert_same, pool):
     def call(model, tokens, keep=None):
@@ -338,6 +346,7 @@ def test_sequence_classifier(assert_same, pool):
     assert_same(T, OneProcess(model, call, inputs), padded)
 
 
+@pytest.mark.slow
 def test_sequence_decoder(assert_same):
     """The encoder's tokens are sharded, those of the decoder are the same on every rank."""
 

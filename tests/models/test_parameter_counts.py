@@ -142,6 +142,7 @@ ABLATED = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "ablation", "printed"), ABLATED)
 def test_ablations_have_the_published_number_of_parameters(name, ablation, printed):
     counted = model_size(preset(name, **ABLATIONS[ablation])).parameters / 1e6

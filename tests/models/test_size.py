@@ -37,6 +37,7 @@ def every_block_run(model, inputs):
     return counter.get_total_flops() // 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
 def test_the_count_is_that_of_every_block(config):
     with torch.device("meta"):
@@ -203,6 +204,7 @@ def test_recurrence_flops_are_counted_one_by_one(tokens, width):
     assert count.flops == recurrence_flops(tokens, width)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [64, 197])
 def test_flops_of_the_formulas_are_those_of_our_forms(tokens):
     """PyTorch counts the matrix products, without elementwise work; C.12 has no output layer."""

@@ -67,6 +67,7 @@ def in_two_calls(mixer, x, shape, cut, prefix):
     return torch.cat([first, rest], dim=1)
 
 
+@pytest.mark.sampled(10)
 @pairwise({"name": CAUSAL, "shape": SHAPES, "prefix": [0, 1]}, rest_is_slow=True, ids=str)
 def test_a_causal_mixer_continues_a_grid_at_every_cut(name, shape, prefix):
     mixer = trained(CAUSAL[name], axes=len(shape))
@@ -143,6 +144,7 @@ def bytes_of(state):
     return sum(map(bytes_of, state)) if isinstance(state, tuple) else 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_a_model_reads_video_frame_by_frame(config):
     model, images = config.build().double(), clips(config).requires_grad_()

@@ -124,6 +124,7 @@ def assert_same(got, want, *, atol=1e-9):
         torch.testing.assert_close(x.to(y.dtype), y, atol=atol, rtol=1e-9)
 
 
+@pytest.mark.sampled(19)
 @pairwise(
     {
         "causal, form": VARIANTS,
@@ -153,6 +154,7 @@ def test_default_chunks_match_the_reference(tokens):
     assert_same(got[1], want[1])
 
 
+@pytest.mark.sampled(2)
 @over_forms
 @pytest.mark.parametrize("angles", [False, True])
 def test_gradcheck(causal, form, angles):
@@ -312,6 +314,7 @@ def test_a_batch_may_be_empty(causal, form):
     assert state.kv.shape == (0, H, K, K)
 
 
+@pytest.mark.sampled(17)
 @pairwise(
     {
         "causal, form": VARIANTS,
@@ -402,6 +405,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("form", ["chunk", "tiles"], indirect=True)
 def test_hostile_logits_are_exact_in_float32(form, kind):
@@ -457,6 +461,7 @@ def test_a_hundred_thousand_tokens():
     )
 
 
+@pytest.mark.sampled(4)
 @over_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_less_exact_than_plain_torch(causal, form, dtype):

@@ -121,6 +121,7 @@ def gradients(call, tokens, state, **options):
     return outputs + list(found)
 
 
+@pytest.mark.sampled(23)
 @pairwise({"name": CASES, "block": BLOCKS, "form": range(3), "has_state, keeps": [(0, 0), (1, 1)]})
 def test_every_form_matches_the_reference(name, block, form, has_state, keeps):
     op, reference, forms, tokens, state = calls(name)
@@ -195,6 +196,7 @@ def test_errors_about_offsets_of_blocks(name):
         call(causal_block=whole, cu_seqlens=torch.tensor([0, T, 2 * T]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["additive, angles", "diagonal decay", "gated delta rule"])
 def test_ranks_compute_uneven_blocks_as_one_process(name, tmp_path):
     op, _, _, tokens, state = calls(name)
@@ -276,6 +278,7 @@ def test_blocks_of_one_token_are_causal_and_one_block_is_bidirectional(name):
         assert_same([op(**tokens, causal_block=block)[0]], [both])
 
 
+@pytest.mark.sampled(12)
 @over_cases
 @pytest.mark.parametrize("block", [1, 3, 4])
 def test_two_calls_equal_one_at_every_end_of_a_block(name, block):
@@ -342,6 +345,7 @@ def test_second_derivatives_of_a_state_per_block():
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -437,6 +441,7 @@ def trained(config, **fields):
     return mixer
 
 
+@pytest.mark.sampled(5)
 @over_mixers
 def test_a_mixer_continues_a_grid_after_every_block_and_reads_no_later_block(config):
     mixer = trained(config, causal_block=COLUMNS)
@@ -458,6 +463,7 @@ def test_a_mixer_continues_a_grid_after_every_block_and_reads_no_later_block(con
         assert reads[:, end - 1].abs().max() > 1e-6  # the last token of the block
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["lightnet, separate decay", "lion, convolution", "delta rule"])
 def test_ranks_compute_the_mixers_of_one_process(name, tmp_path):
     mixer = trained(MIXERS[name], causal_block=COLUMNS)

@@ -53,6 +53,7 @@ def test_linear_scan_is_the_definition(shape, kept, backward):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.sampled(3)
 @over_directions
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 def test_gradients_of_linear_scan_have_gradients_and_go_forward(kept, backward):
@@ -91,6 +92,7 @@ def test_vmap_of_linear_scan_over_states_alone():
         torch.testing.assert_close(x, torch.stack(y))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", ["none", "one", "key"])
 @over_directions
 def test_what_compiled_programs_call_is_an_operator_of_torch(kept, backward):

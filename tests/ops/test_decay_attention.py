@@ -191,6 +191,7 @@ def test_any_two_values_meet_in_the_table():
     assert len({row[1:4] for row in TABLE}) == len(DECAYS) * len(CALLS)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(COLUMNS, TABLE)
 def test_every_form_matches_the_reference(
     tokens, decay, causal, decay_at, normalize, shape, keep, state
@@ -279,6 +280,7 @@ def test_a_constant_decay_fades_with_distance_in_every_convention(causal, form):
         assert_same([o[0, :, 0]], [want])
 
 
+@pytest.mark.sampled(5)
 @over_calls
 @pytest.mark.parametrize("decay", DECAYS[1:])
 def test_decays_of_zero_and_one_and_almost(causal, decay_at, decay):
@@ -316,6 +318,7 @@ def test_gates_that_saturate(causal, form, decay_at, decay):
     assert_same([got, *gradient], [want.float(), *want_gradient], tolerance=1e-4)
 
 
+@pytest.mark.sampled(7)
 @over_forms
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
 def test_decays_beyond_the_range_of_exp(causal, form, decay):
@@ -351,6 +354,7 @@ def test_little_decay_after_much_is_exact_and_so_is_its_gradient(causal, form):
         assert ((x - y).abs() / of_token)[seen].max() < 2e-5  # of each token's own size
 
 
+@pytest.mark.sampled(3)
 @over_forms
 @over_decays
 def test_gradcheck(causal, form, decay):
@@ -390,6 +394,7 @@ def test_two_calls_equal_one_at_every_cut(decay_at, decay, first, second):
         assert_same((torch.cat([o1, o2], dim=1), *state), (want, *last))
 
 
+@pytest.mark.sampled(7)
 @pairwise({"decay_at": CONVENTIONS, "decay": DECAYS, "form": NAMES}, rest_is_slow=True)
 def test_two_bidirectional_calls_equal_one_at_every_cut(decay_at, decay, form):
     tokens = 9
@@ -497,6 +502,7 @@ def test_order_does_not_matter_without_decay(causal):
     assert causal or torch.allclose(got[0], want[0][:, order])
 
 
+@pytest.mark.sampled(13)
 @pairwise({"causal, form": FORMS, "decay": DECAYS, "normalize": ["none", "max_one"]})
 def test_without_the_state_the_rest_is_the_same(causal, form, decay, normalize):
     """Values need no column of ones then, if nothing is divided by row sums either."""
@@ -514,6 +520,7 @@ def test_without_the_state_the_rest_is_the_same(causal, form, decay, normalize):
         assert_same(outputs(given_, return_state=False), outputs(given_, return_state=True))
 
 
+@pytest.mark.sampled(6)
 @over_forms
 @over_decays
 def test_outputs_alone_have_gradients_of_gradients(causal, form, decay):
@@ -547,6 +554,7 @@ def test_no_argument_is_changed(causal, form, decay, normalize, mode):
         assert torch.equal(x, y)
 
 
+@pytest.mark.sampled(8)
 @pairwise(
     {
         "causal, form": FORMS,
@@ -632,6 +640,7 @@ def test_ten_thousand_tokens(causal, decay):
     assert_same((got, *tensors_of(state)), (want.float(), *tensors_of(ends)), tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tokens_fit_in_two_gigabytes():
     def call():
         q, k, v = torch.rand(3, 1, 100_000, 4, 64)
@@ -847,6 +856,7 @@ def test_without_decay_one_sum_is_chosen():
         chosen("one_scan")
 
 
+@pytest.mark.sampled(9)
 @pairwise({"block": [1, 40, 100, 400], "causal": [True, False], "decay": DECAYS})
 def test_blocks_of_samples_and_heads_do_not_change_results(causal, decay, block, monkeypatch):
     named = inputs(9, causal=causal, decay=decay, state=True, batch=5)
@@ -893,6 +903,7 @@ def test_batches_of_chunks_do_not_change_results(causal, decay, monkeypatch):
         assert_same(x, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("block", "batch"), [(1, tiled.BATCH), (30, 20)])
 @over_decays
 def test_gradients_in_blocks_and_batches_have_gradients(decay, block, batch, monkeypatch):

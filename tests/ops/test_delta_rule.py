@@ -118,6 +118,7 @@ def assert_matches_reference(named, *, causal, form, sizes=(64,)):
         assert_same(got[1], want[1])
 
 
+@pytest.mark.sampled(13)
 @pairwise(
     {
         "causal, form": FORMS,
@@ -133,6 +134,7 @@ def test_every_form_matches_the_reference(causal, form, tokens, keep, state, dec
     assert_matches_reference(named, causal=causal, form=form, sizes=sizes)
 
 
+@pytest.mark.sampled(6)
 @over_forms
 @pytest.mark.parametrize(("tokens", "decay"), [(63, "scalar"), (65, "diagonal"), (197, None)])
 def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, tokens, decay):
@@ -140,6 +142,7 @@ def test_one_head_and_lengths_around_a_chunk_and_of_an_image(causal, form, token
     assert_matches_reference(named, causal=causal, form=form)
 
 
+@pytest.mark.sampled(6)
 @pairwise({"causal, form": FORMS, "decay": DECAYS[1:], "updates": [None, 2]}, rest_is_slow=True)
 def test_decays_from_one_to_zero(causal, form, decay, updates):
     named = inputs(70, causal=causal, state=True, decay=decay, updates=updates)
@@ -238,6 +241,7 @@ def test_both_directions_are_products_of_householder_matrices(tokens):
     assert_same([reference.forward(**named)[0]], [torch.stack(outputs, dim=1)])
 
 
+@pytest.mark.sampled
 @over_cases
 def test_gradcheck(causal, form, decay, updates):
     made = inputs(3, causal=causal, keep=True, state=True, heads=1, decay=decay, updates=updates)
@@ -311,6 +315,7 @@ def test_reversed_inputs_give_reversed_outputs(form, decay, updates):
     assert_same((got.flip(1), *matrices(ends)[::-1]), (o, *matrices(state)))
 
 
+@pytest.mark.sampled(4)
 @over_forms
 @over_kinds
 def test_masked_tokens_do_not_change_outputs(causal, form, decay, updates):
@@ -354,6 +359,7 @@ def test_any_finite_beta_is_taken(causal, form):
     assert_matches_reference(named, causal=causal, form=form, sizes=(5,))
 
 
+@pytest.mark.sampled(3)
 @pairwise(
     {
         "causal, form": FORMS,
@@ -373,6 +379,7 @@ def test_no_less_exact_than_plain_torch(causal, form, dtype, decay, updates):
     assert_at_most_twice_the_error(*(outputs + gradients for outputs, gradients in results))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_ten_thousand_tokens(causal):
     named = inputs(10_000, causal=causal, dtype=torch.float32, width=16)

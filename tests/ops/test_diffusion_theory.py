@@ -37,6 +37,7 @@ def tokens_of(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.slow
 @sizes
 def test_rows_of_the_operator_are_shares(tokens, radius, seed):
     """Sec. 4.4: under the bound they are at least 0 and sum to 1."""
@@ -48,6 +49,7 @@ def test_rows_of_the_operator_are_shares(tokens, radius, seed):
             torch.testing.assert_close(operator.sum(-1), torch.ones(3, tokens).double())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["dense", "banded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_stable_step_gives_no_negative_weights(form, dtype):
@@ -71,6 +73,7 @@ def test_no_step_beyond_the_papers_bound_is_called_stable(tokens, radius, seed):
         torch.testing.assert_close(stable, bound)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scheme", ["explicit", "crank_nicolson"])
 @sizes
 def test_constants_are_preserved(scheme, tokens, radius, seed):
@@ -232,6 +235,7 @@ def test_what_is_no_operator_has_no_power(operator, message):
         smallest_positive_power(operator)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", SOLVERS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_crank_nicolson_is_stable_at_100_times_the_bound(form, symmetric):

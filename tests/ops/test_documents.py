@@ -54,6 +54,7 @@ def assert_packing_changes_nothing(model, tokens):
         torch.testing.assert_close(got[name], want[name], rtol=1e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.sampled(3)
 @over_all_causal
 def test_a_causal_model_separates_documents(change):
     model = causal(change)
@@ -62,11 +63,13 @@ def test_a_causal_model_separates_documents(change):
     assert not torch.equal(scores(model, tokens), scores(model, tokens, documents=NUMBERS))
 
 
+@pytest.mark.sampled(3)
 @over_both
 def test_a_masked_model_separates_documents(change):
     assert_packing_changes_nothing(masked(change), ids(2, 10))
 
 
+@pytest.mark.sampled(4)
 @over_both
 def test_padding_is_ignored_in_packed_rows(change):
     model, tokens = masked(change), ids(2, 10)
@@ -122,6 +125,7 @@ def test_documents_and_state_exclude_each_other():
     assert model(tokens, documents=NUMBERS)[1] is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("config", "change"),
     [(causal, x) for x in CAUSAL.values()] + [(masked, x) for x in BOTH.values()],

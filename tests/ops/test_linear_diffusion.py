@@ -81,6 +81,7 @@ def assert_matches_reference(named, *, scheme, form):
     assert_same(got, want)
 
 
+@pytest.mark.sampled(24)
 @pairwise(
     {
         "scheme, form": CALLS,
@@ -99,6 +100,7 @@ def test_lengths_around_a_block(scheme, form, tokens):
     assert_matches_reference(named, scheme=scheme, form=form)
 
 
+@pytest.mark.sampled
 @over_calls
 def test_a_radius_beyond_a_block(scheme, form):
     assert_matches_reference(inputs(150, 70, heads=1), scheme=scheme, form=form)
@@ -214,6 +216,7 @@ def test_the_weight_of_a_token_on_itself_has_no_effect(scheme, form):
 HALVES = (torch.bfloat16, torch.float16)  # torch inverts no matrix of them to compare with
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("scheme", "form", "dtype"),
     [(*call, torch.float32) for call in CALLS]
@@ -236,6 +239,7 @@ def plain_and_exact(scheme, dtype):
     return named, output_and_gradients(plain, named), output_and_gradients(plain, exact)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", IMPLEMENTATIONS)
 def test_bfloat16_products_are_no_less_exact_than_plain_torch(form, dtype, monkeypatch):

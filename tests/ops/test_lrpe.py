@@ -52,6 +52,7 @@ def test_rotation_is_the_definition(shape):
         assert got[b, t, h, 5 + j] == pytest.approx(x[index].item() * math.sin(angle), abs=1e-9)
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     width=st.integers(1, 9),

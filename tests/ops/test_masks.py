@@ -195,6 +195,7 @@ def described(case):
     return " ".join([kind, *map(str, details), *words])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES, ids=described)
 def test_masked_values_reach_neither_outputs_nor_gradients(case):
     kind, op, details, options = case
@@ -202,6 +203,7 @@ def test_masked_values_reach_neither_outputs_nor_gradients(case):
     check(op, named, others)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", IN_KERNELS, ids=described)
 @pytest.mark.parametrize("_", [pytest.param(0, marks=MARKS, id="kernel")])
 def test_masked_values_reach_nothing_in_kernels(case, _):

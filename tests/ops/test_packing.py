@@ -91,6 +91,7 @@ def log_decays(kind, shape):
 DECAY_FORMS = ("full", "chunk", "recurrent")
 
 
+@pytest.mark.sampled(7)
 @pairwise(
     {
         "name": LENGTHS,

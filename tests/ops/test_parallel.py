@@ -51,6 +51,7 @@ def over_ranks(tmp_path):
     return lambda check: run_ranks(4, check, tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_additive_decay(over_ranks, causal):
     def op(q, k, v, group, angles=None, keep=None, z=None, kv=None, **options):
@@ -85,6 +86,7 @@ DECAY_CALLS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("causal", "decay_at", "normalize", "is_diagonal"), DECAY_CALLS)
 def test_decay_attention(over_ranks, causal, decay_at, normalize, is_diagonal):
     def op(q, k, v, log_decay, group, keep=None, **state):
@@ -165,6 +167,7 @@ PACKED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(over_ranks, name):
     run, inputs = PACKED[name]
@@ -202,6 +205,7 @@ def test_attention_without_decay(over_ranks):
 DELTA_CALLS = [(True, 0, 1), (True, K, 2), (False, 1, 1), (False, K, 2)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("causal", "channels", "updates"), DELTA_CALLS)
 def test_delta_rule(over_ranks, causal, channels, updates):
     sides = SIDES[:1] if causal else SIDES
@@ -230,6 +234,7 @@ def test_delta_rule(over_ranks, causal, channels, updates):
     over_ranks(check)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("radius", [2, 40])
 def test_linear_diffusion(over_ranks, radius):
     def op(x, weights, dt, group, keep=None, before=None):
@@ -277,6 +282,7 @@ TOEPLITZ_CALLS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("columns", "bidirectional", "width", "exchanged"), TOEPLITZ_CALLS)
 def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged):
     rows, channels = 50, 5
@@ -362,6 +368,7 @@ def test_a_rank_that_needs_no_loss(over_ranks):
     over_ranks(check)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_traffic_of_decays_does_not_grow_with_the_length(over_ranks, diagonal):
     factors = K if diagonal else 1

@@ -135,6 +135,7 @@ def test_along_one_axis_a_joint_kernel_is_the_same(form, bidirectional, state):
     assert torch.equal(got, want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [64, 65, 129])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_default_chunks_match_the_reference(tokens, bidirectional):
@@ -161,6 +162,7 @@ def test_extreme_decays_match_the_reference(form, decay, bidirectional):
     assert all(torch.isfinite(x).all() for x in (*outputs, *gradients))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("form", "shape", "bidirectional", "joint"),
     [
@@ -266,6 +268,7 @@ def errors(function, named, seeds=4):
     return torch.tensor(squares).mean(0).sqrt()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "bidirectional", "joint"),
@@ -282,6 +285,7 @@ def test_no_less_exact_than_plain_torch(dtype, shape, bidirectional, joint):
             assert (ours <= 2 * plain).all(), (form, ours, plain)
 
 
+@pytest.mark.sampled(3)
 @over_forms
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_loud_token_does_not_drown_the_quiet_ones(form, bidirectional):

@@ -76,6 +76,7 @@ def saved_bytes(config, tokens, group):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", benchmark.MODELS)
 def test_memory_of_a_rank_depends_on_its_shard(tmp_path, name):
     """Memory grows with the shard at most 10% faster than on one process, for any group size."""

@@ -141,6 +141,7 @@ def test_the_mixer_is_the_formula(window, rotary, causal):
         assert (state is not None) == causal
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 20])
 @pytest.mark.parametrize("masked", [False, True])

@@ -103,6 +103,7 @@ def test_decayed_reads_are_normalized(normalize):
     assert_same([read_decay(q, state, **options)[:, -1:]], [want])
 
 
+@pytest.mark.sampled
 @over_ops
 def test_ranks_write_the_state_of_all_tokens(name, tmp_path):
     _, write, _ = WRITERS[name]

@@ -229,6 +229,7 @@ def test_invalid_sizes(sizes, tmp_path):
 # Processes
 
 
+@pytest.mark.slow
 def test_processes_report_memory_and_failures(tmp_path):
     names = ("fine", "raises", "out of memory", "killed")
     result = run_benchmark(
@@ -248,6 +249,7 @@ def test_processes_report_memory_and_failures(tmp_path):
 
 TINY = "--rounds 1 --seconds 0 --device cpu --out OUT"
 SCRIPTS = {
+    "stability": "--tokens 20 --out OUT",
     "one_scan": f"--tokens 16 32 --candidates one_scan softmax --no-gradients {TINY}",
     "decay": f"--tokens 16 --candidates chunk softmax {TINY}",
     "causal": f"--tokens 16 --level op --no-gradients {TINY}",
@@ -258,16 +260,13 @@ SCRIPTS = {
     "denoisers": f"--sides 3 4 8 --depth 1 --mode inference {TINY}",
     "linear_diffusion": f"--tokens 32 64 --longest-square 32 --no-gradients {TINY}",
     "axes": "--axes 2 3 --encodings both none --seeds 0 1 --steps 2 --out OUT",
-    "stability": "--tokens 20 --out OUT",
     "language": "FILE --orders 1 2 --out OUT",
     "training": "--candidates digits digits/without_tpe --steps 8 --rounds 2 --out OUT",
 }
-QUICK = ("stability", "language")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS]
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_end_to_end(name, tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 400)
     words = SCRIPTS[name].replace("OUT", str(tmp_path)).replace("FILE", str(tmp_path / "text"))
@@ -397,6 +396,7 @@ def test_other_packages_are_refused_with_a_reason():
 LANGUAGE = {"model_size": "small", "device": "cpu"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", causal.OURS)
 def test_language_models_train_all_weights_or_predict(name):
     options = causal.Options(**LANGUAGE, batch_size=2)
@@ -430,6 +430,7 @@ def test_a_cache_grows_with_the_context_and_a_state_does_not():
     assert decode.state_mib(SimpleNamespace(layers=[layer, layer])) == 4.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", decode.RECOMPUTED)
 def test_recomputed_candidates_read_the_whole_context(name, monkeypatch):
     options = decode.Options(**LANGUAGE, batch_size=2)
@@ -507,6 +508,7 @@ def test_models_do_not_run_on_torch_if_kernels_are_requested(module, name, optio
         module.prepare(name, INFERENCE, 32, options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("presets", "known"),
     [
@@ -563,6 +565,7 @@ def test_flops_are_those_of_the_papers_formulas(name, size, flops):
     assert forms.head_flops(forms.config_of(forms.Options(presets=(name,)), name), size) == flops
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("presets", "message"),
     [

@@ -82,6 +82,7 @@ def test_the_core_is_what_the_design_lists():
     assert [re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]] == list(CORE)
 
 
+@pytest.mark.slow
 def test_first_examples_run(tmp_path):
     blocks = blocks_of_readme()
     assert len(blocks) >= 5
@@ -89,11 +90,13 @@ def test_first_examples_run(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_trained(tmp_path):
     done = on_the_core(TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("argv", "shows"),
     [
@@ -116,6 +119,7 @@ def test_a_command_runs(tmp_path, argv, shows):
     assert shows in done.stdout
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "argv",
     [

@@ -21,6 +21,7 @@ def test_pixels_are_predicted_from_earlier_blocks(mixer):
     assert differs.tolist() == [False] * 32 + [True] * 32
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", [1, 8])
 def test_samples_have_the_logits_of_one_call(block):
     model = digits_by_block.build("lightnet", block).eval()

@@ -39,6 +39,7 @@ def test_every_op_has_calls():
     assert tuple(CALLS) == KERNEL_OPS
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "name"), ALL_CALLS)
 def test_calls_agree_with_their_references(op, name):
     assert max(errors_of(op, name, Size(2, 5, 1, 4), torch.float32)) < TOLERANCES[torch.float32]
@@ -68,6 +69,7 @@ def dry_run(out, *stages):
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_checks_and_times_and_writes_a_report(tmp_path):
     done = dry_run(tmp_path, "environment", "check", "edges")
     assert done.returncode == 0, done.stderr
@@ -118,6 +120,7 @@ def fail_at_two(_session, task):
     return {"task": task}
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_or_ends_its_process_costs_only_itself(tmp_path):
     found = dict(gpu_session.run_tasks(fail_at_two, [1, 2, 3, 4], Session(tmp_path, dry=True), 1))
     assert found[2]["error"] == "ValueError: two"

@@ -277,6 +277,7 @@ def is_allowed(value, hint):
     return type(value) is hint
 
 
+@pytest.mark.sampled(86)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_exists(name):
     check_name(name)

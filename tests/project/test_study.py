@@ -321,6 +321,7 @@ def test_a_resumed_run_gives_the_same_results(tiny, tmp_path, monkeypatch):
     assert not (tmp_path / "digits-full-0").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reason", ["killed", "commit", "data"])
 def test_a_run_starts_over_if_it_was_killed_or_its_commit_or_data_changed(
     tiny, tmp_path, monkeypatch, reason
@@ -356,6 +357,7 @@ def test_a_diverged_run_has_a_result(tiny, tmp_path, monkeypatch):
     assert study_page.number("accuracy", [found]) == "diverged"
 
 
+@pytest.mark.slow
 def test_timed_runs_train_for_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
     suite = tiny_suite()
     variants = {
@@ -489,6 +491,7 @@ def test_run_goes_on_after_a_failed_run_but_not_beside_another_process(children,
         run_all(tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

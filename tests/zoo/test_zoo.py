@@ -89,6 +89,7 @@ def test_digests_match(name):
     zoo.check(zoo.FOLDER / name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", ["config.json", WEIGHTS, zoo.README, zoo.CARD])
 def test_damage_is_noticed(file, model_zoo, tmp_path):
     folder = tmp_path / "digits_lightnet"
@@ -99,6 +100,7 @@ def test_damage_is_noticed(file, model_zoo, tmp_path):
         zoo.check(folder)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in zoo.names() if name in WITH_DATA])
 def test_accuracy_is_the_one_on_the_card(name):
     measured = checked_metrics(onescan.load(f"zoo/{name}"))

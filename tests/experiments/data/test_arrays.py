@@ -296,6 +296,7 @@ def signals(tmp_path_factory):
     return root / "out" / "seed-0"
 
 
+@pytest.mark.slow
 def test_arrays_are_predicted(signals, tmp_path, capsys):
     y = np.array([1, 0, 0, 1, 1])
     x = (values(5, 2, 40) + 300 * y[:, None, None]).astype(np.float32)
@@ -334,6 +335,7 @@ def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("channels", [3, 5])
 def test_arrays_train_and_load(tmp_path, channels):
     """Bright left halves against bright right halves."""

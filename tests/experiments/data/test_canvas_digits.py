@@ -96,6 +96,7 @@ def test_images_do_not_depend_on_the_batch(splits):
         assert torch.equal(images_of(splits.train, examples), expected)
 
 
+@pytest.mark.slow
 def test_images_are_the_same_in_another_process(splits):
     code = (
         "import hashlib, torch; from onescan.experiments.data import CanvasDigitsConfig, Example; "

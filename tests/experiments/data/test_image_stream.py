@@ -125,6 +125,7 @@ def test_a_damaged_state_is_refused(folder, change):
         epoch_of(images, seed=0, start=13, data_state={**state, **change})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("seed", "block", "group", "repeats"),
     [

@@ -210,6 +210,7 @@ class Interrupted(Encoder):
 
 
 # Training images are also encoded flipped, so a shard of two batches takes four calls.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("calls", "shards"), [(0, 0), (1, 0), (7, 1), (11, 3)])
 def test_a_resumed_encoding_gives_the_same_bits(
     calls, shards, images, vae, whole, tmp_path, monkeypatch

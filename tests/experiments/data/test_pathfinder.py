@@ -158,6 +158,7 @@ def simple_statistics(scene):
     ]
 
 
+@pytest.mark.slow
 def test_discs_do_not_touch_and_simple_statistics_do_not_predict_the_label():
     drawn = scenes(32, 14, 300)
     room = 2 * MEASURES[32].radius + MEASURES[32].style.clearance

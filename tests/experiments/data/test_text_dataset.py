@@ -500,6 +500,7 @@ BAD = [  # file, lines, message, texts that can be read
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "lines", "found", "readable"), BAD)
 @over_streaming
 def test_unreadable_documents(tmp_path, caplog, name, lines, found, readable, streaming):
@@ -518,6 +519,7 @@ def test_unreadable_documents(tmp_path, caplog, name, lines, found, readable, st
 NO_TEXT = r"a\..*', where train holds no text"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "lines", "options", "found"),
     [
@@ -705,6 +707,7 @@ def assert_resumes(data, step=1, **options):
     return every
 
 
+@pytest.mark.sampled(4)
 @over_kinds
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_stream_resumes_exactly(tmp_path, monkeypatch, kind, seed):
@@ -900,6 +903,7 @@ def test_replacing_a_run_removes_its_tokenizer(tmp_path):
     assert load_language_model(str(folder))[1].name == "bytes"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streaming", [{}, {**STREAM, "train_rows": 40}])
 def test_an_interrupted_run_resumes_exactly(tmp_path, streaming):
     run = text_run(tmp_path, "bytes", 258, steps=6)

@@ -233,6 +233,7 @@ def test_a_saved_pipeline_has_the_scores_of_its_run(tmp_path, classifier, denois
         measure(tmp_path / "pipe", replace(config, reference="train"), tmp_path / "c")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("limit", "rows"), [(3, 3), (2, 0)])
 def test_large_confusion_matrices_are_left_out(
     tmp_path, classifier, denoiser, monkeypatch, limit, rows
@@ -250,6 +251,7 @@ class KilledError(BaseException):
     """Stands in for SIGKILL."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batches", [0, 2, 5])
 def test_a_killed_evaluation_resumes_with_the_same_bits(
     tmp_path, classifier, denoiser, monkeypatch, batches
@@ -303,6 +305,7 @@ def test_finished_images_are_not_generated_again(tmp_path, classifier, denoiser,
         measure(denoiser, replace(config, guidance_scale=(1.0, 2.0)), tmp_path / "out")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [
@@ -331,6 +334,7 @@ def test_a_folder_of_other_weights_is_rejected(tmp_path, classifier, denoiser):
         measure(denoiser, samples_config(classifier), tmp_path / "out")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("file", ["guidance-1/state.safetensors", "plan.json"])
 @pytest.mark.parametrize("change", [lambda x: x[:-5], lambda x: b"\x01" + x[1:]])
 def test_damaged_files_are_rejected(tmp_path, classifier, denoiser, file, change):

@@ -23,6 +23,7 @@ from onescan.models.masked_lm import MaskedLMConfig
 TEXT = "The cat sat on the mat.\nA dog looked at it, and at the door.\n" * 60
 
 
+@pytest.mark.sampled(3)
 @over_causal
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 def test_token_losses_do_not_depend_on_chunks(change, chunk_tokens):
@@ -74,6 +75,7 @@ def opened(path, **changes):
     return tokens, *inputs_and_labels(model, tokenizer, tokens, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("chunk_tokens", [8, 2048])
 def test_scores_equal_those_of_each_row(tmp_path, text, name, chunk_tokens, monkeypatch):
@@ -102,6 +104,7 @@ def test_scores_equal_those_of_each_row(tmp_path, text, name, chunk_tokens, monk
             assert place.loss == pytest.approx(part, rel=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BOTH)
 def test_masked_models_predict_the_same_tokens_at_every_length(tmp_path, text, name):
     model, path = save(tmp_path, name, is_causal=False)
@@ -153,6 +156,7 @@ def test_lengths_that_are_too_long_are_left_out(tmp_path, text, name, left_out):
         measure_lengths(path, LengthsConfig(lengths=(64,), text=text[0]), device="cpu")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["shakespeare_lion_s", "wikitext2_mlm_lion_s"])
 def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypatch, recipe):
     (tmp_path / "text.txt").write_text(TEXT)
@@ -176,6 +180,7 @@ def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypa
     assert f"{main_metric} as in training: rows of 32 tokens" in page.text
 
 
+@pytest.mark.slow
 def test_tokens_are_masked_as_in_the_run(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
@@ -184,6 +189,7 @@ def test_tokens_are_masked_as_in_the_run(tmp_path):
     assert (labels != IGNORE_INDEX).float().mean().item() == pytest.approx(0.4, abs=0.05)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

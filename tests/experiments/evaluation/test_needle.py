@@ -94,6 +94,7 @@ def test_a_copying_model_finds_needles_within_its_context(tmp_path, context, acc
     assert (grid.gain() > 1).tolist() == grid.accuracy().astype(bool).tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_chunks_and_shared_states_score_as_the_whole_text(kind, tmp_path):
     position = CAUSAL[kind]["position"]
@@ -191,6 +192,7 @@ def test_lengths_beyond_the_limit_of_the_model_are_rejected(tmp_path):
         measure(tmp_path, model)
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_a_run(text, tmp_path, capsys):
     run = train("shakespeare_lion_s", text)
     argv = ["needle", str(run), "--lengths", "150", "200", "--trials", "2"]

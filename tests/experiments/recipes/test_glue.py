@@ -121,6 +121,7 @@ def test_a_recipe_has_a_number_for_every_task(name):
     assert set(FROM_MNLI) == {"rte", "stsb", "mrpc"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "task", "rate", "decay", "epochs", "batch_size", "decoupled"),
     [  # cells of Table 8 that no other recipe has
@@ -221,6 +222,7 @@ def trained(folder):
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_the_command_learns_tables_and_writes_a_summary(trained, folder):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["seeds"] == [0, 1]
@@ -252,6 +254,7 @@ def test_some_tasks_start_from_the_mnli_model(trained, folder):
     assert sizes["stsb"].segment_types == 2
 
 
+@pytest.mark.slow
 def test_a_model_without_segments_learns_pairs(folder, tmp_path):
     onescan.experiments.training.train(pretraining(tmp_path, segment_types=0), tmp_path / "mlm")
     words = ["--tasks", "stsb", "--no-from-mnli", *QUICK, "--out", str(tmp_path / "out")]
@@ -262,6 +265,7 @@ def test_a_model_without_segments_learns_pairs(folder, tmp_path):
     assert main(["evaluate", str(tmp_path / "out/stsb/seed-0")]) == 0
 
 
+@pytest.mark.slow
 def test_finished_runs_are_not_trained_again(trained, folder, capsys):
     assert main(command(folder, "--tasks", "stsb", "cola", *SEEDS)) == 0
     out = capsys.readouterr().out
@@ -340,6 +344,7 @@ def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, caps
     assert not (tmp_path / "out/mnli").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

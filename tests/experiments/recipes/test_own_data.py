@@ -146,6 +146,7 @@ def test_two_axes_are_images_for_the_other_recipe(tmp_path, shape, line):
     assert re.search(line, lines[0])
 
 
+@pytest.mark.slow
 def test_reports_speak_of_signals(tmp_path, capsys):
     x = np.random.default_rng(0).normal(size=(60, 6, 40)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, y=np.arange(60) % 3)
@@ -182,6 +183,7 @@ def onescan(*argv):
     return main([str(argument) for argument in argv])
 
 
+@pytest.mark.slow
 def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     command = ("train", "image_classifier", "--data.path", shapes, "--out", out)
@@ -216,6 +218,7 @@ def test_one_command_trains_resumes_and_predicts(shapes, tmp_path, capsys, monke
     assert onescan("predict", out / "seed-0", tmp_path, "--out", "table.txt") == 2
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_have_changed_says_so(shapes, tmp_path, capsys):
     shutil.copytree(shapes, tmp_path / "data")
     command = ("train", "image_classifier", "--data.path", tmp_path / "data", "--training.steps", 1)
@@ -255,6 +258,7 @@ def test_more_are_held_out_of_small_data(tmp_path, count, classes):
         inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
 
 
+@pytest.mark.slow
 def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, capsys):
     lines = ["label,a,b,c,d,e,f,g,h"]
     for number in range(24):
@@ -438,6 +442,7 @@ def test_unlabeled_data_are_folders_of_images(tmp_path):
         infer(run, given)
 
 
+@pytest.mark.slow
 def test_one_command_trains_a_denoiser_and_another_samples(tmp_path, capsys):
     rng = random.Random(0)
     for number in range(20):
@@ -489,6 +494,7 @@ def test_given_settings_of_a_language_model(tmp_path):
     assert lines[0].endswith("rows of 24 tokens")
 
 
+@pytest.mark.slow
 def test_commands_for_own_text(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a mat and a cat sat " * 100)
     small = ("--data.path", tmp_path / "text.txt", "--training.steps", 2, "--machine.trackers")

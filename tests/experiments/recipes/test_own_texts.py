@@ -126,6 +126,7 @@ def test_columns_and_integer_labels(tmp_path):
         build(path, text_column="body", label_column="stars", split_column="part")
 
 
+@pytest.mark.slow
 def test_missing_columns_name_their_flags(tmp_path, capsys):
     path = write_csv(tmp_path / "a.csv", [{"body": row["text"], "stars": 1} for row in rows(8)])
     for argv, flag in [
@@ -431,6 +432,7 @@ def command(path, out):
     return ("train", "text_classifier", "--data.path", path, "--out", out, *small)
 
 
+@pytest.mark.slow
 def test_one_command_trains_and_resumes(texts, run, capsys):
     result = json.loads((run / "result.json").read_text())
     assert result["metrics"]["accuracy"] >= 0.95

@@ -215,6 +215,7 @@ def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
     assert_same(train(tiny(), tmp_path / "run"), whole)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_and_reported(tmp_path, capsys):
     argv = ["train", "recall_lightnet", "--out", str(tmp_path)]
     for field, value in (TINY | {"training.steps": 3}).items():
@@ -254,6 +255,7 @@ def test_the_grid_has_the_share_of_each_number_of_pairs_and_distance(tmp_path, m
             assert cell == pytest.approx(np.mean(near) if near else np.nan, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_attention_learns_to_recall(tmp_path):
     mixer = SoftmaxMixerConfig(num_heads=1, direction="forward")
     base = RECALL["recall_softmax"]()

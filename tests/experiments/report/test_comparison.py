@@ -195,6 +195,7 @@ def test_page_has_table_and_settings(runs, tmp_path):
         assert str(folder) in page.text
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("head", "values", "leader"),
     [
@@ -260,6 +261,7 @@ def test_training_accuracy_is_drawn_unless_labels_are_mixed(runs, tmp_path):
         assert text.count("Running mean over batches, of augmented") == count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluations", [1, 3])
 @pytest.mark.parametrize("accuracy", [0.0, 1.0])
 def test_single_evaluations_and_extreme_accuracies_are_drawn(runs, tmp_path, accuracy, evaluations):

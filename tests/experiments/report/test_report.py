@@ -134,6 +134,7 @@ def with_config(group, config):
 # The file
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_model_has_a_self_contained_page(html_of, kind):
     html = html_of(KINDS[kind])
@@ -205,6 +206,7 @@ def test_pages_are_reproducible_and_independent_of_the_users_style(folders, html
 # The numbers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seeds", [(0,), (0, 1, 2)])
 def test_results_of_all_seeds(folders, html_of, seeds):
     group = read_run_group(folders(seeds=seeds))
@@ -272,6 +274,7 @@ def test_mistakes_come_first_with_their_probability(folders):
         np.testing.assert_array_equal(pixels, (image * 255).round().byte().numpy())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shift", "mistakes"), [(0, 0), (1, 40)])
 def test_perfect_and_useless_models_have_pages(folders, shift, mistakes):
     labels = PatternsConfig().build().test.labels
@@ -282,6 +285,7 @@ def test_perfect_and_useless_models_have_pages(folders, shift, mistakes):
     assert (f"<h3>{mistakes} mistakes</h3>" in html) == bool(mistakes)
 
 
+@pytest.mark.slow
 def test_many_classes(folders, html_of):
     group = read_run_group(folders(**MANY))
     page, names = Page(html_of(**MANY)), MANY["class_names"]
@@ -447,6 +451,7 @@ def test_own_data_are_in_the_title(folders, path, title):
     assert page_title(with_config(read_run_group(folders()), config)) == title
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

@@ -374,6 +374,7 @@ def test_implicit_steps_reach_all_tokens():
     assert diffusion.blocks_to_cover(lines) == 1
 
 
+@pytest.mark.slow
 def test_the_lead_says_how_far_diffusion_reaches(group):
     def lead(**changes):
         return diffusion.section(with_model(group, ldn(**changes))).lead

@@ -207,6 +207,7 @@ def test_random_labels_teach_nothing(tmp_path):
     assert train(alone, tmp_path).metrics["accuracy"] < 0.6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_a_student_learns_from_its_teacher_despite_random_labels(teacher, tmp_path, kind):
     distills = {"task.distillation.weight": 0.9, "task.distillation.kind": kind}
@@ -220,6 +221,7 @@ def test_a_student_learns_from_its_teacher_despite_random_labels(teacher, tmp_pa
     assert {"label_loss", "teacher_loss"} <= lines[0].keys()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [distilled_run, with_token])
 def test_a_resumed_run_is_bit_equal(teacher, tmp_path, make):
     run = replace(make(teacher), {"training.ema_decay": 0.9})
@@ -273,6 +275,7 @@ def test_a_config_with_a_teacher_survives_json(teacher):
     assert from_dict(RunConfig, json.loads(json.dumps(to_dict(run)))) == run
 
 
+@pytest.mark.slow
 def test_a_teacher_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr("onescan.experiments.report.write_report", lambda *_: None)
     small = ["--training.steps", "2", "--model.depth", "1", "--model.width", "16"]

@@ -139,6 +139,7 @@ def assert_equal_runs(folder, one):
     assert nn.utils.get_total_norm(differences) < CLOSE * norm
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_have_their_share_of_the_labels(tmp_path):
     """20 steps."""
     for layout in ("one", "parts", "ddp"):
@@ -170,6 +171,7 @@ GROWING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_micro_batches_may_be_split(tmp_path):
     for layout in ("one", "both"):
         start(["masked"], tmp_path, layout, then=GROWING)
@@ -238,6 +240,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path, monkeypatch, precision)
     assert not all(map(torch.equal, weights[1], weights[2]))
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_parts(tmp_path, monkeypatch):
     """Rows that a task drops make parts fewer or smaller."""
     keep = {"training.batch_size": 4, "training.ema_decay": None}

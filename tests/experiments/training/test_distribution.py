@@ -55,6 +55,7 @@ def assert_equal_runs(folder, other):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_run_that_one_resumes(one, tmp_path):
     """Interrupted by a signal to the second process alone: both stop at the same step."""
     torchrun(SCRIPT, str(tmp_path), "fsdp_stopped")
@@ -136,6 +137,7 @@ def test_processes_without_a_common_disk_are_refused(tmp_path):
 CLI = ["-m", "onescan", "train", "digits", "--training.steps", "2", "--model.depth", "1", "--out"]
 
 
+@pytest.mark.slow
 def test_only_rank_0_prints(tmp_path):
     done = torchrun(*CLI, str(tmp_path / "runs"))
     assert done.stdout.count("report: ") == done.stderr.count("folder: ") == 1

@@ -176,6 +176,7 @@ def trained(tmp_path_factory, classifier):
     return train(run, tmp_path_factory.mktemp("trained") / "seed-0")
 
 
+@pytest.mark.slow
 def test_a_denoiser_learns_to_generate_requested_classes(trained):
     tests = [line for line in read_metrics(trained.folder) if line["split"] == "test"]
     assert tests[-1]["loss"] < tests[0]["loss"]
@@ -233,6 +234,7 @@ def test_a_resumed_run_has_the_same_pictures(tmp_path):
     assert all(ours[step].read_bytes() == theirs[step].read_bytes() for step in ours)
 
 
+@pytest.mark.slow
 def test_pictures_of_an_overwritten_run_are_removed(tmp_path):
     train(denoiser_run(), tmp_path / "run")
     run = denoiser_run(**{"training.epochs": 1, "task.samples_per_class": 0})
@@ -289,6 +291,7 @@ def test_classifiers_ignore_autocast(classifier):
         assert torch.equal(classify_samples(pixels).pooled, whole)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_every_prediction_target_trains_and_samples(prediction, tmp_path):
     sigma = {"model.learn_sigma": True} if prediction == "noise" else {}
@@ -296,6 +299,7 @@ def test_every_prediction_target_trains_and_samples(prediction, tmp_path):
     assert np.isfinite(train(run, tmp_path / "run").metrics["loss"])
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_denoiser_with_ddp_and_fsdp(tmp_path):
     """Each process draws its own noise, so that DDP and FSDP are compared."""
     script = str(ROOT / "tests" / "helpers" / "two_denoisers.py")

@@ -43,6 +43,7 @@ def lightnet(text):
 SMALL = [name for name in LANGUAGE if name.startswith(("shakespeare", "wikitext2"))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "shakespeare_lightnet"])
 def test_a_small_recipe_is_trained_and_reported(name, text, capsys):
     run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
@@ -61,6 +62,7 @@ def assert_reported(run):
     assert onescan.load(run).metrics["perplexity"] > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [4, 12, 300])
 def test_texts_on_a_report_are_within_the_limit_of_the_model(limit, text, monkeypatch):
     data = TextDatasetConfig(path=str(text), length=limit, cache=False)
@@ -72,6 +74,7 @@ def test_texts_on_a_report_are_within_the_limit_of_the_model(limit, text, monkey
     assert len(texts._continuations(task, model.build().eval())) > 1
 
 
+@pytest.mark.slow
 def test_a_run_generates_text_and_is_found_in_its_parent_folder(lightnet, capsys):
     _, tokenizer = load_language_model(str(lightnet))
     assert isinstance(tokenizer, ByteTokenizer)
@@ -93,6 +96,7 @@ def test_a_language_model_resumes_to_the_same_numbers(lightnet, tmp_path):
         assert torch.equal(again[name], weight), name
 
 
+@pytest.mark.slow
 def test_longer_training_lowers_the_loss(text):
     few = onescan.load(train("shakespeare_gpt2", text, "--training.steps", "2")).metrics
     more = train("shakespeare_gpt2", text, "--training.steps", "60")
@@ -107,6 +111,7 @@ TOKENIZERS = {  # tokens of each
 PADDED = {50257: (50265, 50272), 30522: (), 32768: ()}  # LightNet's causal language models
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", sorted(set(LANGUAGE) - set(SMALL)))
 def test_a_recipe_of_a_paper_has_its_model_size(name):
     run = LANGUAGE[name]()
@@ -162,6 +167,7 @@ def test_cramming_has_the_budget_the_triangle_and_the_ramp_of_its_files():
     assert rates[-1] < 0.001e-3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["missing.txt", "empty.txt"])
 def test_a_missing_text_is_rejected(name, tmp_path, capsys):
     (tmp_path / "empty.txt").touch()

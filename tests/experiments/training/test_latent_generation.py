@@ -51,6 +51,7 @@ def latent_run(latents, **changes):
     )
 
 
+@pytest.mark.slow
 def test_training_decodes_pictures_as_the_pipeline_does(latents, tmp_path):
     run = latent_run(latents)
     result = train(run, tmp_path / "run")

@@ -411,6 +411,7 @@ STUDENTS_OF = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("text", "masked")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["images", *SLOW])
 def test_a_resumed_run_is_bit_equal_in_both_phases(name, teachers, tmp_path):
     transfer = TransferConfig(steps=16.0)
@@ -423,6 +424,7 @@ def test_a_resumed_run_is_bit_equal_in_both_phases(name, teachers, tmp_path):
     assert splits == ["transfer"] * 16 + ["train"] * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STUDENTS_OF)
 def test_the_first_phase_trains_only_mixers_and_lowers_the_loss(name, teachers, tmp_path):
     transfer = TransferConfig(steps=16.0)
@@ -616,6 +618,7 @@ def test_linearize_vit_takes_data_and_settings_from_a_run(teachers):
     assert run.model.mixer == HybridMixerConfig(linear=mixer, attention=SOFTMAX)
 
 
+@pytest.mark.slow
 def test_linearize_vit_reads_other_images_with_a_converted_model(teachers, tmp_path, capsys):
     config = configs.to_dict(read_manifest(teachers / "images"))
     converted = tmp_path / "vit"

@@ -72,6 +72,7 @@ def test_recomputation_and_workers_keep_every_bit(tmp_path, monkeypatch):
     assert sum(calls) == 2 * 6 * 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_learns_as_well(tmp_path, precision):
     whole = train(short_run(), tmp_path / "whole").folder
@@ -312,6 +313,7 @@ def streamed(tmp_path_factory):
     return train(configs.replace(run, {"machine.workers": 0}), tmp_path_factory.mktemp("streamed"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("step", "workers"), [(1, 0), (3, 0), (4, 0), (7, 0), (3, 1), (4, 1), (7, 1)]
 )
@@ -343,6 +345,7 @@ class Unreadable(ImageTensors):
         return LoadedBatch(super().read(replaced).batch, failures)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_examples_are_counted_and_warned_of_once(tmp_path, caplog, workers):
     run = dataclasses.replace(tiny_run(epochs=4), data=UnreadableConfig())

@@ -59,6 +59,7 @@ def test_gpus(monkeypatch, is_supported):
     assert has_instructions("float16", gpu)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("names", "precision", "note"),
     [
@@ -107,6 +108,7 @@ def test_a_run_resumed_on_another_device_keeps_its_precision(
     assert untimed(replaced.folder) != untimed(whole.folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("began", "goes_on", "fits"),
     [

@@ -255,6 +255,7 @@ def check_layout(names, folder, processes, *, sequence_parallel, fsdp=False, **m
         assert_equal_runs(shared / name, one / name, 1e-5 if name == "transfer" else 1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_shard_sequences(tmp_path):
     check_layout(QUICK, tmp_path, 2, sequence_parallel=2)
 

@@ -70,6 +70,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_a_run_that_was_killed_twice_once(tmp_path):
     for step, last, value in [(0, 9, 1), (4, 11, 2), (8, 12, 3)]:
         killed = child(tmp_path, KILLED, step, last, value)
@@ -268,6 +269,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path):
         open_trackers(None, folder=tmp_path / "run", run=tiny_run(), step=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fails_at", [3, 100])  # 100: only when it is closed
 def test_training_continues_without_a_tracker_that_fails(tmp_path, services, caplog, fails_at):
     services["wandb"].fails_at = fails_at

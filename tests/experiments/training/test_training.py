@@ -127,6 +127,7 @@ def test_a_grown_batch_has_the_gradient_of_all_its_examples(tmp_path):
     assert line["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 7, 9, 11])
 def test_a_run_resumes_exactly_while_its_batches_grow(tmp_path, step):
     run = tiny_run(**GROWING, evaluate_every=0.3)
