@@ -4,7 +4,9 @@ z_t  = log sum_{s <= t} exp(k_s)                                      normalizer
 KV_t = sum_{s <= t} R_s(exp(k_s - z_t)) v_s^T                         state      (F, V)
 o_t  = KV_t^T R_t(q_t)        causal; KV_T if not causal              output     (V,)
 
-with R_t(x) = [x cos(a_t), x sin(a_t)] and F = 2K under LRPE, R_t(x) = x and F = K without.
+With leak, z_t = log sum_{s <= t} exp(k_s - leak (t - s)), and k_s is less leak (t - s) in KV_t too.
+
+R_t(x) = [x cos(a_t), x sin(a_t)] and F = 2K under LRPE, R_t(x) = x and F = K without.
 """
 
 from typing import Literal
@@ -24,7 +26,7 @@ from onescan.ops.lrpe import RotaryPositions, rotary_tables
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group
-from onescan.shapes import Angles, Keep, Keys, Queries, Values
+from onescan.shapes import Angles, Keep, Keys, Leak, Queries, Values
 
 __all__ = [
     "ADDITIVE_DECAY",
@@ -53,6 +55,7 @@ def additive_decay(
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: AdditiveDecayState | None = None,
+    leak: Leak | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
@@ -93,6 +96,12 @@ def additive_decay(
         state: State of earlier tokens (causal or with `causal_block`), or of additional tokens (not
             causal), such as another device's part of the sequence or the context of
             cross-attention.
+        leak: Log rate at which weights decay per token, finite and at least 0, [H] or [H, K]: the
+            weight of a token halves every ln(2) / leak later tokens, relative to newer ones. The
+            query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t.
+            Masked tokens do not count. Requires causal=True, and runs in plain torch only. States
+            of calls with a leak cannot be merged. None for 0, as in the paper, which does not have
+            it.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
@@ -119,7 +128,7 @@ def additive_decay(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
             feature map does not exist, chunk_size or causal_block is below 1, causal_block is given
-            with causal=True, cu_seqlens is invalid, the form does not support cu_seqlens or a
+            with causal=True, leak without it or, on a CPU, leak is negative or not finite, cu_seqlens is invalid, the form does not support cu_seqlens or a
             group, a rank ends within a block or, on a CPU, an argument holds NaN or an infinity
             that causes NaN.
 
@@ -132,6 +141,9 @@ def additive_decay(
     [3.0, 4.0, 6.0]
     >>> additive_decay(q + 1, k, v, causal_block=2)[0].flatten().round(decimals=3).tolist()
     [4.0, 4.0, 6.0]
+    >>> leak = torch.tensor([0.7])  # half-life of a token
+    >>> additive_decay(q + 1, k, v, causal=True, leak=leak)[0].flatten().round(decimals=3).tolist()
+    [3.0, 4.336, 7.582]
     """
     layout = layout_of(
         q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens, state=state,
@@ -144,7 +156,7 @@ def additive_decay(
             angles = angles.angles(q.shape[1], layout.ranks)
         (angles,) = layout.filled(angles, dim=0)
     q, k, v = layout.filled(q, k, v)
-    inputs = Inputs(q, k, v, angles)
+    inputs = Inputs(q, k, v, angles, leak=leak)
     options = Options(feature_map, chunk_size)
     return recurrence.run(
         ADDITIVE_DECAY, inputs, layout, state, options, form=form, backend=backend
