@@ -14,6 +14,7 @@ convert only differences of logits and normalizers to float32.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,10 @@ from onescan.ops.layout import Layout
 from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.recurrence import check_tensors
 from onescan.shapes import Angles as Table  # of cosines or sines
-from onescan.shapes import Keys, Leak, LogNormalizer, Values
+from onescan.shapes import Keys, Leak, Values
 
 
-def check_leak(leak: Leak, k: Keys, layout: Layout) -> None:
+def check_leak(leak: Any, k: Any, layout: Layout) -> None:
     """Raise ValueError if a call has no use for a leak, or if it has a wrong shape or value."""
     if layout.causal_block is not None:
         raise ValueError("leak was given with causal_block, expected causal=True instead")
@@ -47,8 +48,8 @@ def check_leak(leak: Leak, k: Keys, layout: Layout) -> None:
             )
 
 
-def add_leak(k: Keys, leak: Leak, layout: Layout) -> tuple[Keys, LogNormalizer]:
-    """Return k + leak n in float64, and leak n of the last token, on all ranks."""
+def add_leak(k: Keys, leak: Leak, layout: Layout) -> tuple[Keys, Tensor]:
+    """Return k + leak n in float64, and leak n after the last token, [1 or B, H, 1 or K]."""
     batch, tokens = k.shape[:2]
     if layout.keep is None:
         count = torch.arange(1, tokens + 1, device=k.device).unsqueeze(0)

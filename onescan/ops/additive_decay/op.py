@@ -37,7 +37,7 @@ from onescan.ops.recurrence import (
     States,
     check_tensors,
 )
-from onescan.shapes import Angles, Keys, Leak, LogNormalizer, Queries, Values
+from onescan.shapes import Angles, Keys, Leak, Queries, Values
 
 
 class Inputs(NamedTuple):
@@ -51,8 +51,8 @@ class Inputs(NamedTuple):
         table: Cosines and sines of the angles, [T, H, 2, K], if `AdditiveDecay.prepared` needed
             them.
         leak: Log rate at which weights decay per token; None for 0.
-        leaked: Leak of all tokens, which `add_leak` has added to the log-normalizer of the state;
-            None before `AdditiveDecay.prepared`, and without leak.
+        leaked: What `add_leak` has added to the log-normalizer of the last state; None before
+            `AdditiveDecay.prepared`, and without leak.
     """
 
     q: Queries
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
     angles: Angles | RotaryPositions | None
     table: Tensor | None = None
     leak: Leak | None = None
-    leaked: LogNormalizer | None = None
+    leaked: Tensor | None = None
 
 
 class Options(NamedTuple):
