@@ -54,6 +54,10 @@ CAUSAL = {
 }
 # options of mixers, with parts of their own in the state
 OPTIONS = {
+    "lightnet with leak": {
+        "mixer": LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 8.0)),
+        "position": TPE,
+    },
     "deltanet": {
         "mixer": DeltaRuleMixerConfig(
             num_heads=3, direction="forward", conv_size=4, value_map="silu", gate="silu"

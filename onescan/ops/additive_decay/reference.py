@@ -42,7 +42,7 @@ def forward(
         kv = torch.zeros(batch, heads, features, v.shape[-1], dtype=v.dtype)
     else:
         z, kv = state.log_normalizer.to(k.dtype), state.kv.to(v.dtype)
-    rate = 0 if leak is None else leak if leak.ndim > 1 else leak.unsqueeze(-1)  # H K or H 1
+    rate = 0.0 if leak is None else leak if leak.ndim > 1 else leak.unsqueeze(-1)  # H K or H 1
     states = []
     for t in range(tokens):
         seen = torch.ones(batch, dtype=torch.bool) if keep is None else keep[:, t]
