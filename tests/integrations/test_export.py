@@ -106,6 +106,12 @@ CAUSAL = {
         "position": None,
     },
 }
+LEAK = {
+    "mixer": LightNetMixerConfig(
+        num_heads=2, direction="forward", chunk_size=CHUNK, leak=(2.0, 8.0)
+    ),
+    "position": TPE,
+}
 HYBRID = {
     "mixer": HybridMixerConfig(
         linear=LightNetMixerConfig(num_heads=2, direction="forward", chunk_size=CHUNK),
@@ -262,11 +268,12 @@ def test_absolute_positions_have_one_size_and_any_batch():
     ("name", "any_length"),
     [
         *((name, True) for name in CAUSAL),
+        pytest.param("leak", True, marks=pytest.mark.slow),
         *((name, False) for name in ("lion", "delta", "ldn")),
     ],
 )
 def test_a_step_goes_on_from_its_state(name, any_length):
-    model = causal(CAUSAL[name])
+    model = causal(LEAK if name == "leak" else CAUSAL[name])
     program = export_step(model, any_length=any_length).module()
     tokens, state, parts = ids(3, 23), initial_state(model, batch=3), []
     for part in tokens.split([1, 20, 2] if any_length else 1, dim=1):
@@ -343,6 +350,7 @@ def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
     "change",
     [
         pytest.param(CAUSAL["lightnet"], id="lightnet", marks=pytest.mark.slow),
+        pytest.param(LEAK, id="leak", marks=pytest.mark.slow),
         pytest.param(CAUSAL["gpt2"], id="gpt2"),
         pytest.param(HYBRID, id="hybrid", marks=pytest.mark.slow),
     ],

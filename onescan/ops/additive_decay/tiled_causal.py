@@ -21,8 +21,8 @@ logits, without branches on values and without float64 copies of q, k or v.
 
 References are constants. They cancel from the result, so no gradient flows through them.
 
-With a leak, k is float64; see `onescan.ops.additive_decay.leak`. Logits of a chunk are then relative
-to an offset of the chunk, which is subtracted in float64, and so are log-normalizers in the chunk.
+With a leak, k is float64; see `onescan.ops.additive_decay.leak`. Logits and log-normalizers in a
+chunk are then relative to an offset of the chunk, which is subtracted in float64.
 
 With packed sequences, each chunk holds tokens of one sequence, and no state enters the first chunk
 of a sequence.
