@@ -78,9 +78,9 @@ class LightNetMixerConfig(LinearAttentionConfig):
     """Rank of the separate projection; None is full rank. The 385M parameters of Table 6 match
     rank 128: full rank would add 27M to the 379M of "shared"."""
     leak: tuple[float, float] | None = None
-    """Initial half-lives of the leak in tokens, from the shortest to the longest, such as (16, 4096).
-    They are spaced geometrically over the heads, and each head learns its own. Only for mixers with
-    direction="forward" or "backward". None for no leak, as in the paper; see `additive_decay`."""
+    """Shortest and longest initial half-life of the leak in tokens, such as (16, 4096); see
+    `additive_decay`. They are spaced geometrically over the heads, and each head learns its own.
+    Requires direction="forward" or "backward". None for no leak, as in the paper."""
     norm: NormName = "layer"
     gate: Gate = "sigmoid"
     """Activation of the output gate, sigmoid in Eq. 15 and silu in flash-linear-attention; "none"
