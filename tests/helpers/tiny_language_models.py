@@ -54,10 +54,6 @@ CAUSAL = {
 }
 # options of mixers, with parts of their own in the state
 OPTIONS = {
-    "lightnet with leak": {
-        "mixer": LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 8.0)),
-        "position": TPE,
-    },
     "deltanet": {
         "mixer": DeltaRuleMixerConfig(
             num_heads=3, direction="forward", conv_size=4, value_map="silu", gate="silu"
@@ -90,7 +86,7 @@ OPTIONS = {
     },
     "hybrid": {
         "mixer": HybridMixerConfig(
-            linear=LightNetMixerConfig(num_heads=3, direction="forward"),
+            linear=LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 8.0)),
             attention=SoftmaxMixerConfig(num_heads=2, direction="forward", window=3, rotary=True),
             period=2,
         ),

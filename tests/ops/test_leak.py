@@ -91,7 +91,7 @@ def test_the_reference_is_the_double_sum(per_channel):
 @pairwise(
     {
         "form": [*FORMS, "tiles", "halving"],
-        "tokens": [1, 2, 7, 16, 37, 130],
+        "tokens": [1, 2, 7, 37, 70],
         "angles": [False, True],
         "keep, state": [(False, False), (True, False), (True, True)],
         "per_channel": [False, True],
@@ -240,7 +240,7 @@ def test_ranks_equal_one_process_in_float32(tmp_path):
     run_ranks(2, check, tmp_path)
 
 
-@over_forms
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
 def test_gradcheck(form):
     named = inputs(5, state=True)
     tensors = [named[n] for n in ("q", "k", "v", "angles")] + [RATES + 0.1, *named["state"]]
@@ -256,7 +256,7 @@ def test_gradcheck(form):
     assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
-@over_forms
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
 def test_transforms_take_leaks(form):
     named = inputs(11, angles=False)
     leaks = torch.stack([RATES, RATES.flip(0)])
