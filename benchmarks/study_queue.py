@@ -196,6 +196,7 @@ ABLATIONS = {
     "without_tpe": "without MD-TPE",
     "without_lrpe": "without MD-LRPE",
 }
+LEAK = {"with_leak": "with leak"}
 NORM_AND_GATE = {"without_norm": "without norm", "full_rank_gate": "with a full-rank gate"}
 
 
@@ -365,7 +366,7 @@ def _text() -> Suite:
                 "lightnet",
                 _text_run(f"shakespeare_lightnet/{name}"),
             )
-            for name, title in ABLATIONS.items()
+            for name, title in (ABLATIONS | LEAK).items()
         },
         "lion_s": ("Causal LION-s", "lion", _text_run("shakespeare_lion_s", **{"mlp.ratio": 4.2})),
         "linear_attention": (
@@ -394,6 +395,7 @@ def _text() -> Suite:
         order=(
             ("lightnet", "lightnet_without_tpe", "lightnet_without_lrpe", "lightnet_without_decay"),
             ("lion_s", "linear_attention", "gpt2"),
+            ("lightnet_with_leak",),
         ),
         lengths=(32, 128, 512, 2048, 8192),
     )
@@ -510,6 +512,7 @@ ORDER = (
     ("masked", 0),
     ("images", 4),
     ("time", 0),
+    ("text", 2),
 )
 
 CLAIMS = (

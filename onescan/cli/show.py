@@ -97,7 +97,7 @@ def _ablations(config: Any) -> Mapping[str, Mapping[str, Any]]:
 
     mixer = type(config.mixer).__name__
     if mixer == "LightNetMixerConfig":
-        return presets.LIGHTNET_ABLATIONS
+        return {**presets.LIGHTNET_ABLATIONS, **presets.CAUSAL_LIGHTNET_ABLATIONS}
     if mixer == "LinearDiffusionMixerConfig":
         return presets.LDN_ABLATIONS
     is_long_range = type(config).__name__ == "SequenceClassifierConfig"

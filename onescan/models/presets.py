@@ -653,6 +653,10 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "without_tpe_and_lrpe": {"mixer.lrpe": False, "position": None},
     }
 )
+# Beyond the paper, for causal LightNet models.
+CAUSAL_LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"with_leak": {"mixer.leak": (16.0, 4096.0)}}
+)
 # LION, Tables 13, 14 and 16, for LION-s; with_feature_map and without_positions are for the rows of
 # Table 14 that change ViT or LION-lit.
 LION_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -692,7 +696,13 @@ LONG_RANGE_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {**LIGHTNET_ABLATIONS, **LION_ABLATIONS, **LDN_ABLATIONS, **LONG_RANGE_ABLATIONS}
+    {
+        **LIGHTNET_ABLATIONS,
+        **CAUSAL_LIGHTNET_ABLATIONS,
+        **LION_ABLATIONS,
+        **LDN_ABLATIONS,
+        **LONG_RANGE_ABLATIONS,
+    }
 )
 
 

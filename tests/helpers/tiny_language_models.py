@@ -86,7 +86,7 @@ OPTIONS = {
     },
     "hybrid": {
         "mixer": HybridMixerConfig(
-            linear=LightNetMixerConfig(num_heads=3, direction="forward"),
+            linear=LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 8.0)),
             attention=SoftmaxMixerConfig(num_heads=2, direction="forward", window=3, rotary=True),
             period=2,
         ),

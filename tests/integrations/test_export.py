@@ -100,6 +100,12 @@ CAUSAL = {
         "mixer": SoftmaxMixerConfig(num_heads=2, direction="forward", window=5, rotary=True),
         "position": None,
     },
+    "leak": {
+        "mixer": LightNetMixerConfig(
+            num_heads=2, direction="forward", chunk_size=CHUNK, leak=(2.0, 8.0)
+        ),
+        "position": TPE,
+    },
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(num_heads=2, direction="forward", **NEAR),
         "mlp": None,
@@ -347,6 +353,7 @@ def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
     [
         pytest.param(CAUSAL["gpt2"], id="gpt2"),
         pytest.param(CAUSAL["lightnet"], id="lightnet"),
+        pytest.param(CAUSAL["leak"], id="leak"),
         pytest.param(HYBRID, id="hybrid"),
     ],
 )

@@ -115,7 +115,7 @@ AUTO_CLASSES = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_new_process_loads_saved_folders(trust, tmp_path):
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.rand(1, 3, 4, 4)}
@@ -306,7 +306,7 @@ def losses(trained):
     return [row["loss"] for row in trained.state.log_history if "loss" in row]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("task", TASKS)
 def test_trainer_trains_and_goes_on_where_it_stopped(task, tmp_path):

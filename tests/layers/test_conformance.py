@@ -34,6 +34,7 @@ CONFIGS = {
         for name in ("lightnet", "lion", "kda", "hgrn", "rwkv6", "mamba", "softmax")
     },
     "backward lightnet": LightNetMixerConfig(direction="backward"),
+    "lightnet with leak": LightNetMixerConfig(direction="forward", leak=(2.0, 8.0)),
     "backward lion": LionMixerConfig(direction="backward"),
     "lightnet, blocks": LightNetMixerConfig(causal_block=3),
     "lion, blocks": LionMixerConfig(causal_block=3, conv_size=4),

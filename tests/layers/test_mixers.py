@@ -1,6 +1,7 @@
 """What every mixer in the table promises, and what LightNet's own fields mean."""
 
 import copy
+import math
 import pkgutil
 from functools import partial
 from importlib import import_module
@@ -10,6 +11,8 @@ import pytest
 import torch
 from projections import parts_of
 
+from onescan import configs
+from onescan.experiments.training.optim import parameter_groups
 from onescan.layers import mixers
 from onescan.layers.decays import GatedDeltaNetDecayConfig
 from onescan.layers.mixers import (
@@ -35,6 +38,7 @@ CAUSAL = {
     "no lrpe": {"lrpe": False},
     "no norm": {"norm": "none", "gate_rank": None},
     "no gate": {"gate": "none", "decay_logits": "offset"},
+    "leak": {"leak": (1.0, 5.0)},
 }
 SEPARATE = {name: CAUSAL[name] for name in ("offset decay", "independent decay")}
 over_separate = pytest.mark.parametrize("fields", SEPARATE.values(), ids=SEPARATE)
@@ -190,6 +194,48 @@ def test_causal_lightnet_depends_only_on_relative_positions(form, fields):
         far, state = mixer(x, Grid((70,)), state=empty._replace(position=position))
         assert (far - near).norm() <= 2e-6 * near.norm()
         assert state.position == 100_000_070
+
+
+def test_initial_half_lives_are_spaced_geometrically():
+    mixer = LightNetMixerConfig(num_heads=3, direction="forward", leak=(16.0, 4096.0)).build(
+        width=WIDTH, axes=1
+    )
+    half_lives = math.log(2) / mixer.log_leak.exp()
+    torch.testing.assert_close(half_lives, torch.tensor([16.0, 256.0, 4096.0]))
+    exempt = parameter_groups(mixer, 0.1)[1]
+    assert exempt["weight_decay"] == 0
+    assert any(x is mixer.log_leak for x in exempt["params"])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_leak_halves_weights(direction):
+    fields = {"num_heads": 1, "lrpe": False, "norm": "none", "gate": "none", "direction": direction}
+    mixer = LightNetMixerConfig(**fields, leak=(3.0, 3.0)).build(width=2, axes=1).double()
+    with torch.no_grad():  # v = x, and k = 0
+        mixer.in_proj.weight.copy_(torch.cat([torch.eye(2), torch.zeros(2, 2), torch.eye(2)]))
+        mixer.out_proj.weight.copy_(torch.eye(2))
+    x = torch.zeros(1, 7, 2, dtype=torch.float64)
+    x[:, 0 if direction == "forward" else -1, 1] = 1.0  # the value that is read from afar
+    x[:, :, 0] = 1.0
+    with torch.no_grad():
+        mixer.in_proj.weight[:2] = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # equal queries
+    y, _ = mixer(x, Grid((7,)))
+    read = y[0, :, 1] if direction == "forward" else y[0, :, 1].flip(0)
+    distance = torch.arange(7)
+    weight = 0.5 ** (distance / 3)
+    torch.testing.assert_close(read / y[0, 0, 0], weight.double() / weight.cumsum(0))
+
+
+def test_configs_without_a_leak_have_no_new_parameter():
+    before = LightNetMixerConfig(num_heads=HEADS, direction="forward")
+    fields = configs.to_dict(before)
+    assert fields.pop("leak") is None
+    assert configs.from_dict(LightNetMixerConfig, fields) == before
+    names = {name for name, _ in before.build(width=WIDTH, axes=1).named_parameters()}
+    leaky = configs.from_dict(LightNetMixerConfig, fields | {"leak": [16, 4096]})
+    assert leaky.leak == (16.0, 4096.0)
+    added = {name for name, _ in leaky.build(width=WIDTH, axes=1).named_parameters()} - names
+    assert added == {"log_leak"}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -402,6 +448,23 @@ def test_key_importance_is_a_share():
         ({"gate_rank": 0}, 1, "gate_rank is 0"),
         ({"decay_rank": 0}, 1, "decay_rank is 0"),
         ({"chunk_size": 0}, 1, "chunk_size is 0"),
+        ({"leak": (16.0, 4.0)}, 1, r"leak is \(16.0, 4.0\), expected the shortest and the longest"),
+        ({"leak": (0.0, 4.0)}, 1, r"leak is \(0.0, 4.0\), expected the shortest and the longest"),
+        (
+            {"leak": (16.0, 4096.0)},
+            1,
+            "leak is .* with direction='both', expected 'forward' or 'backward'",
+        ),
+        (
+            {"leak": (16.0, 4096.0), "direction": "forward", "decay": False},
+            1,
+            "leak is .* with decay=False and decay_logits='shared', expected True and 'shared'",
+        ),
+        (
+            {"leak": (16.0, 4096.0), "direction": "forward", "decay_logits": "offset"},
+            1,
+            "leak is .* with decay=True and decay_logits='offset', expected True and 'shared'",
+        ),
     ],
 )
 def test_impossible_fields_are_refused(fields, axes, message):

@@ -283,7 +283,7 @@ def test_nothing_to_write_is_refused():
         causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=0)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["Sampling(top_k=1.5), max_new_tokens=2", "max_new_tokens=1.5"])
 def test_fractions_of_tokens_are_refused(options):
     """Run without the type checks of these tests, which would raise first."""

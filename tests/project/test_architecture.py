@@ -273,6 +273,7 @@ NOT_IMPORTED = {
     "build": "a command",
     "onnxruntime": "runs exported models",
     "pre-commit": "a command",
+    "pytest-cov": "pytest's --cov option",
     "pytest-xdist": "pytest's -n option",
     "ruff": "a command",
     "twine": "a command",

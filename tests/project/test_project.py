@@ -34,6 +34,7 @@ PAGES = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if "tutorials" not in page.parts and "```python\n" in page.read_text()
 ]
+LONG = ("docs/howto/export.md", "docs/integrations.md")  # take half a minute each
 
 
 def test_one_version():
@@ -60,7 +61,9 @@ def _unchecked():
 
 @pytest.mark.usefixtures("_unchecked")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx uses it itself
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in PAGES]
+)
 def test_what_pages_show_runs(name, tmp_path, monkeypatch):
     page = (ROOT / name).read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -77,6 +77,10 @@ class LightNetMixerConfig(LinearAttentionConfig):
     decay_rank: int | None = 128
     """Rank of the separate projection; None is full rank. The 385M parameters of Table 6 match
     rank 128: full rank would add 27M to the 379M of "shared"."""
+    leak: tuple[float, float] | None = None
+    """Shortest and longest initial half-life of the leak in tokens, such as (16, 4096); see
+    `additive_decay`. They are spaced geometrically over the heads, and each head learns its own.
+    Requires direction="forward" or "backward". None for no leak, as in the paper."""
     norm: NormName = "layer"
     gate: Gate = "sigmoid"
     """Activation of the output gate, sigmoid in Eq. 15 and silu in flash-linear-attention; "none"
@@ -123,7 +127,26 @@ class LightNetMixerConfig(LinearAttentionConfig):
             )
         if self.decay_rank is not None:
             check_positive(decay_rank=self.decay_rank)
+        if self.leak is not None:
+            self._check_leak(*self.leak)
         return LightNetMixer(self, width, axes)
+
+    def _check_leak(self, shortest: float, longest: float) -> None:
+        if not 0 < shortest <= longest < math.inf:
+            raise ValueError(
+                f"leak is {self.leak}, expected the shortest and the longest half-life in tokens, "
+                "such as (16, 4096)"
+            )
+        if not self.reads_one_side:
+            raise ValueError(
+                f"leak is {self.leak} with direction={self.direction!r}, expected 'forward' or "
+                "'backward': only a causal mixer can forget tokens"
+            )
+        if not self.decay or self.decay_logits != "shared":
+            raise ValueError(
+                f"leak is {self.leak} with decay={self.decay} and decay_logits="
+                f"{self.decay_logits!r}, expected True and 'shared'"
+            )
 
 
 class SeparateState(NamedTuple):
@@ -151,11 +174,14 @@ class LightNetMixer(LinearAttention):
     therefore scaled into that range, so that outputs can neither overflow nor vanish. With
     norm="none", the scaling is undone afterwards, and outputs may overflow.
 
+    With `leak`, which is not in the paper, s_{t-1} is multiplied by exp(-exp(log_leak)) first, so
+    that each head forgets tokens at a learned rate.
+
     Source: LightNet, arXiv:2405.21022, Eq. 13 to 15. The paper does not mention W_o, but its
     parameter counts imply it.
     """
 
-    no_weight_decay = frozenset({"theta"})
+    no_weight_decay = frozenset({"theta", "log_leak"})
 
     def __init__(self, config: LightNetMixerConfig, width: int, axes: int) -> None:
         key_width = config.key_channels(width)
@@ -173,6 +199,10 @@ class LightNetMixer(LinearAttention):
         if config.lrpe:
             frequencies = lrpe_frequencies(key_width, axes)
             self.theta = nn.Parameter(frequencies.repeat(config.num_heads, 1))  # H K
+        if config.leak is not None:
+            shortest, longest = map(math.log, config.leak)
+            half_lives = torch.linspace(shortest, longest, config.num_heads).exp()
+            self.log_leak = nn.Parameter((math.log(2) / half_lives).log())  # H
 
     def qkv(self, parts: Sequence[Tensor], angles: Any) -> tuple[Queries, Keys, Values]:
         q, k, v = (self._heads(x) for x in parts)
@@ -203,6 +233,7 @@ class LightNetMixer(LinearAttention):
         if not config.decay:
             return self._scan_undecayed(q, k, v, options)
         state, log_scale, normalizer = options.state, None, None
+        leak = None if config.leak is None else to_accumulation_dtype(self.log_leak)[0].exp()
         if decays:
             before = None
             if state is not None:
@@ -220,7 +251,7 @@ class LightNetMixer(LinearAttention):
         o, state = additive_decay(
             q, k, v, angles=options.angles, feature_map="identity" if decays else "silu",
             causal=config.reads_one_side, causal_block=config.causal_block, keep=options.keep,
-            cu_seqlens=options.cu_seqlens, state=state, form=config.form,
+            cu_seqlens=options.cu_seqlens, state=state, leak=leak, form=config.form,
             chunk_size=config.chunk_size, group=options.group,
         )  # fmt: skip
         if log_scale is not None and config.norm == "none":

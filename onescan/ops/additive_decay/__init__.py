@@ -5,6 +5,7 @@ KV_t = sum_{s <= t} R_s(exp(k_s - z_t)) v_s^T                         state     
 o_t  = KV_t^T R_t(q_t)        causal; KV_T if not causal              output     (V,)
 
 with R_t(x) = [x cos(a_t), x sin(a_t)] and F = 2K under LRPE, R_t(x) = x and F = K without.
+With a leak, k_s - leak (t - s) replaces k_s.
 """
 
 from typing import Literal
@@ -24,7 +25,7 @@ from onescan.ops.lrpe import RotaryPositions, rotary_tables
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Packing
 from onescan.ops.parallel import Group
-from onescan.shapes import Angles, Keep, Keys, Queries, Values
+from onescan.shapes import Angles, Keep, Keys, Leak, Queries, Values
 
 __all__ = [
     "ADDITIVE_DECAY",
@@ -53,6 +54,7 @@ def additive_decay(
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     state: AdditiveDecayState | None = None,
+    leak: Leak | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
@@ -93,6 +95,11 @@ def additive_decay(
         state: State of earlier tokens (causal or with `causal_block`), or of additional tokens (not
             causal), such as another device's part of the sequence or the context of
             cross-attention.
+        leak: Log rate per token at which weights decay, finite and at least 0, [H] or [H, K]. The
+            query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t, so
+            that weights halve every ln(2) / leak tokens. Masked tokens do not count. Requires
+            causal=True and has no kernels. States of calls with a leak cannot be merged. None for
+            no leak, as in the paper.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
@@ -119,9 +126,9 @@ def additive_decay(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
             feature map does not exist, chunk_size or causal_block is below 1, causal_block is given
-            with causal=True, cu_seqlens is invalid, the form does not support cu_seqlens or a
-            group, a rank ends within a block or, on a CPU, an argument holds NaN or an infinity
-            that causes NaN.
+            with causal=True, or leak without it, cu_seqlens is invalid, the form does not support
+            cu_seqlens or a group, a rank ends within a block or, on a CPU, leak is negative or not
+            finite, or an argument holds NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.zeros(1, 3, 1, 1)
@@ -132,6 +139,10 @@ def additive_decay(
     [3.0, 4.0, 6.0]
     >>> additive_decay(q + 1, k, v, causal_block=2)[0].flatten().round(decimals=3).tolist()
     [4.0, 4.0, 6.0]
+    >>> leak = torch.tensor([2.0]).log()  # a half-life of one token
+    >>> o, _ = additive_decay(q + 1, k, v, causal=True, leak=leak)
+    >>> [round(x, 2) for x in o.flatten().tolist()]
+    [3.0, 4.33, 7.57]
     """
     layout = layout_of(
         q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens, state=state,
@@ -144,7 +155,7 @@ def additive_decay(
             angles = angles.angles(q.shape[1], layout.ranks)
         (angles,) = layout.filled(angles, dim=0)
     q, k, v = layout.filled(q, k, v)
-    inputs = Inputs(q, k, v, angles)
+    inputs = Inputs(q, k, v, angles, leak=leak)
     options = Options(feature_map, chunk_size)
     return recurrence.run(
         ADDITIVE_DECAY, inputs, layout, state, options, form=form, backend=backend

@@ -79,10 +79,10 @@ def causal_full(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 def recurrent(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     """Visit one token at a time: constant memory, for decoding."""
     q, k, v, angles, state, *_ = inputs
-    tables = rotary_tables(angles, k.dtype)
+    tables = rotary_tables(angles, v.dtype)
     log_k = k.double().clamp(min=LOG_ZERO)
     # The state of a single token is its value, with the normalizer exp(k).
-    unit = rotate((k > -torch.inf).to(k.dtype), *tables)
+    unit = rotate((k > -torch.inf).to(v.dtype), *tables)
     outputs = []
     parts = (rotate(q, *tables).unsqueeze(-2), log_k, unit.unsqueeze(-1), v.unsqueeze(-2))
     for query, log_key, key, value in zip(*(x.unbind(1) for x in parts), strict=True):
@@ -121,7 +121,7 @@ def chunked_inputs(inputs: AdditiveInputs) -> tuple[ChunkInputs, Chunks | None]:
         q, v = chunks.from_tokens(q), chunks.from_tokens(v)
         k = chunks.from_tokens(k, fill=-torch.inf)
         begins = chunks.begins[:, None, :, None]
-    table = rotary_table(angles, k.dtype) if table is None else table
+    table = rotary_table(angles, v.dtype) if table is None else table
     if table is not None:
         table = table.unsqueeze(0) if chunks is None else chunks.from_row(table)
     return (q, k, v, table, *state, begins), chunks
@@ -142,7 +142,7 @@ def halve_chunks(
 
     Args:
         q: Queries.
-        k: Keys.
+        k: Keys, possibly in float64.
         v: Values.
         table: Cosines and sines, [1 or B, T, H, 2, K]; None without LRPE.
         z_in: Log-normalizer before the first token.

@@ -9,6 +9,7 @@ from torch import Tensor
 from onescan.checks import check_choice, check_whole
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import blockwise, forms, tiled_causal
+from onescan.ops.additive_decay.leak import add_leak, check_leak, context_with_leak
 from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -36,7 +37,7 @@ from onescan.ops.recurrence import (
     States,
     check_tensors,
 )
-from onescan.shapes import Angles, Keys, Queries, Values
+from onescan.shapes import Angles, Keys, Leak, Queries, Values
 
 
 class Inputs(NamedTuple):
@@ -49,6 +50,9 @@ class Inputs(NamedTuple):
         angles: Angles of LRPE, or the positions from which they are computed; None without LRPE.
         table: Cosines and sines of the angles, [T, H, 2, K], if `AdditiveDecay.prepared` needed
             them.
+        leak: Log rate at which weights decay per token; None for 0.
+        leaked: What `add_leak` has added to the log-normalizer of the last state; None before
+            `AdditiveDecay.prepared`, and without leak.
     """
 
     q: Queries
@@ -56,6 +60,8 @@ class Inputs(NamedTuple):
     v: Values
     angles: Angles | RotaryPositions | None
     table: Tensor | None = None
+    leak: Leak | None = None
+    leaked: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -77,11 +83,19 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
             state = canonical(inputs.state, accumulation_dtype(inputs.v.dtype))
             inputs = inputs._replace(state=state)
         o, state = form(inputs._replace(keep=None))  # masked tokens have no weight already
+        state = _without_leak(state, call.inputs.leaked)
         if inputs.keep is not None:
             (o,) = zero_masked(inputs.keep, o)
         return o, (state,)
 
     return run
+
+
+def _without_leak(state: AdditiveDecayState, leaked: Tensor | None) -> AdditiveDecayState:
+    """Subtract from a log-normalizer what `add_leak` has added to it."""
+    if leaked is None:
+        return state
+    return state._replace(log_normalizer=state.log_normalizer - leaked)
 
 
 def _in_triton(form: Form) -> Callable[[Call], tuple[Values, States]]:
@@ -95,7 +109,7 @@ def _in_triton(form: Form) -> Callable[[Call], tuple[Values, States]]:
 
 
 def _form_inputs(call: Call) -> AdditiveInputs:
-    q, k, v, angles, table = call.inputs
+    q, k, v, angles, table, *_ = call.inputs
     (state,), layout = call.enters, call.layout
     return AdditiveInputs(
         q, k, v, angles, state, layout.keep, call.options.chunk_size,
@@ -121,7 +135,7 @@ def _kernels(name: str) -> Form:
 def _steps_in_triton(call: Call) -> tuple[Values, States]:
     from onescan.ops.additive_decay import launch
 
-    q, k, v, angles, _ = call.inputs
+    q, k, v, angles, *_ = call.inputs
     positions = angles if isinstance(angles, RotaryPositions) else None
     feature_map = call.options.feature_map
     o, state = launch.recurrent(
@@ -181,7 +195,7 @@ class AdditiveDecay(Recurrence):
         return (state,)
 
     def check(self, call: Call) -> None:
-        q, k, v, angles, _ = call.inputs
+        q, k, v, angles, *_ = call.inputs
         keep, incoming = call.layout.keep, call.carried
         check_whole(1, chunk_size=call.options.chunk_size)
         given = {} if angles is None else {"angles": angles}
@@ -205,6 +219,8 @@ class AdditiveDecay(Recurrence):
             v=(v, "B T H V"),
             **{name: (x, patterns[name]) for name, x in (given | incoming).items()},
         )
+        if call.inputs.leak is not None:
+            check_leak(call.inputs.leak, k, call.layout)
         check_choice("feature_map", call.options.feature_map, FEATURE_MAPS)
 
     def form_of(self, call: Call, form: str, backend: str) -> str:
@@ -233,16 +249,19 @@ class AdditiveDecay(Recurrence):
         return WIDEST_HEAD
 
     def blamed(self, inputs: Inputs) -> dict[str, Tensor | None]:
-        q, k, v, angles, _ = inputs
+        q, k, v, angles, *_ = inputs
         rotary = angles.theta if isinstance(angles, RotaryPositions) else angles
         return {"q": q, "k": k, "v": v, "angles": rotary}
+
+    def why_no_kernel(self, call: Call) -> str | None:
+        return None if call.inputs.leak is None else "with leak, expected backend 'torch'"
 
     def prepared(self, call: Call, key: Key) -> Inputs:
         """Apply the feature map to the queries, and compute the angles of positions.
 
         A masked token has the logit -inf, so that it has no weight.
         """
-        (q, k, v, angles, _), layout, options = call.inputs, call.layout, call.options
+        (q, k, v, angles, _, leak, _), layout, options = call.inputs, call.layout, call.options
         keep, in_torch = layout.keep, key.backend == "torch"
         is_fused = (key.form, key.backend) == ("recurrent", "triton")
         maps_here = options.feature_map != "identity" and not (
@@ -264,22 +283,25 @@ class AdditiveDecay(Recurrence):
             if keep is not None:
                 k = k.masked_fill(~keep[:, :, None, None], -torch.inf)
                 (v,) = zero_masked(keep, v)
-        table = None
+        table = leaked = None
         if layout.ranks is not None and key.direction != "both":
             table = rotary_table(angles, accumulation_dtype(k.dtype))
-        return Inputs(q, k, v, angles, table)
+        if leak is not None:
+            k, leaked = add_leak(k, leak, layout)
+        return Inputs(q, k, v, angles, table, leak, leaked)
 
     def written(self, call: Call) -> AdditiveDecayState:
-        (_, k, v, angles, _), (state,) = call.inputs, call.enters
+        (_, k, v, angles, *_), (state,) = call.inputs, call.enters
         if call.layout.ranks is not None:
             return self.carried(call)[1][0]
         state = None if state is None else canonical(state, accumulation_dtype(v.dtype))
         return forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
 
     def carried(self, call: Call) -> tuple[States, States]:
-        (_, k, v, _, table), layout, (state,) = call.inputs, call.layout, call.enters
+        (_, k, v, _, table, _, leaked), layout, (state,) = call.inputs, call.layout, call.enters
         assert layout.ranks is not None
-        k, v = to_accumulation_dtype(k, v)
+        if leaked is None:
+            k, v = to_accumulation_dtype(k, v)
         if layout.keep is not None:  # as kernels ignore masked tokens only later
             k = k.masked_fill(~layout.keep[:, :, None, None], -torch.inf)
             (v,) = zero_masked(layout.keep, v)
@@ -290,6 +312,10 @@ class AdditiveDecay(Recurrence):
             is_last = shard.sequence == shard.sequence[:, -1:]
             k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
         cos, sin = (None, None) if table is None else table.unbind(-2)
-        own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
+        if leaked is None:
+            own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
+        else:
+            own = context_with_leak(k, v, (cos, sin), state)
         before, last = merged_before(layout.ranks, own, shard)
+        last = _without_leak(last, leaked)
         return (before if state is None else merged(state, before),), (last,)

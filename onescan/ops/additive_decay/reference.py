@@ -8,7 +8,8 @@ Source: LightNet, arXiv:2405.21022, Eq. 13 and Eq. 14, with LRPE inside as in Ap
     o_t  = KV_t^T R_t(q_t)                         causal
     o_t  = KV_T^T R_t(q_t)                         not causal: all tokens read the last state
 
-With `causal_block`, o_t reads the state after the last token of its block.
+With `causal_block`, o_t reads the state after the last token of its block. With `leak`, each token
+first multiplies s_{t-1} by exp(-leak): s_t = exp(-leak) s_{t-1} + exp(k_t), and f_t likewise.
 
 where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t multiplies both halves.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from onescan.ops.additive_decay.state import AdditiveDecayState
 from onescan.ops.blocks import Blocks, block_ranges
 from onescan.ops.numerics import LOG_ZERO
-from onescan.shapes import Angles, Keep, Keys, Queries, Values
+from onescan.shapes import Angles, Keep, Keys, Leak, Queries, Values
 
 
 def forward(
@@ -32,6 +33,7 @@ def forward(
     causal_block: Blocks | None = None,
     keep: Keep | None = None,
     state: AdditiveDecayState | None = None,
+    leak: Leak | None = None,
 ) -> tuple[Values, AdditiveDecayState]:
     batch, tokens, heads, width = k.shape
     features = width if angles is None else 2 * width
@@ -40,10 +42,12 @@ def forward(
         kv = torch.zeros(batch, heads, features, v.shape[-1], dtype=v.dtype)
     else:
         z, kv = state.log_normalizer.to(k.dtype), state.kv.to(v.dtype)
+    rate = 0.0 if leak is None else leak if leak.ndim > 1 else leak.unsqueeze(-1)  # H K or H 1
     states = []
     for t in range(tokens):
         seen = torch.ones(batch, dtype=torch.bool) if keep is None else keep[:, t]
-        z, kv = _step(z, kv, k[:, t], v[:, t], None if angles is None else angles[t], seen)
+        angle = None if angles is None else angles[t]
+        z, kv = _step(z, kv, k[:, t], v[:, t], angle, seen, rate)
         states.append(kv)
     outputs = []
     for block in block_ranges(1 if causal else causal_block, tokens):
@@ -55,13 +59,20 @@ def forward(
 
 
 def _step(
-    z: Tensor, kv: Tensor, k: Tensor, v: Tensor, angle: Tensor | None, seen: Tensor
+    z: Tensor,
+    kv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angle: Tensor | None,
+    seen: Tensor,
+    rate: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    new_z = torch.logaddexp(z, k)
+    leaked = z - rate
+    new_z = torch.logaddexp(leaked, k)
     base = new_z.clamp(
         min=max(LOG_ZERO, torch.finfo(new_z.dtype).min)
     )  # of -inf alone, exp(-inf - -inf) would be NaN, not 0
-    decay = torch.cat([(z - base).exp()] * (1 if angle is None else 2), dim=-1)
+    decay = torch.cat([(leaked - base).exp()] * (1 if angle is None else 2), dim=-1)
     new_kv = decay.unsqueeze(-1) * kv
     new_kv = new_kv + _rotate((k - base).exp(), angle).unsqueeze(-1) * v.unsqueeze(-2)
     return (

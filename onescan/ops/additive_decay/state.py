@@ -36,9 +36,10 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Blocks are of one size, or have `bounds`, the begin and end of the block of each token. Forms in
-    plain torch receive them in one dtype, with `keep` already applied to k and v. Only
-    bidirectional calls read `ranks`; others receive the state of earlier ranks, and the `table` of
-    cosines and sines, [T, H, 2, K], if it was computed for that state.
+    plain torch receive them in one dtype, with `keep` already applied to k and v. With a leak, k
+    includes it and is float64; see `onescan.ops.additive_decay.leak`. Only bidirectional calls read
+    `ranks`; others receive the state of earlier ranks, and the `table` of cosines and sines,
+    [T, H, 2, K], if it was computed for that state.
     """
 
     q: Queries
@@ -59,7 +60,8 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     """Merge two states into the state of all their tokens.
 
     The merge is associative and commutative, so a sequence that is split over devices needs one
-    small all-reduce.
+    small all-reduce. States of calls with a leak cannot be merged, because the earlier one decays
+    with the number of later tokens. This is not checked: pass the earlier one as `state` instead.
 
     Raises:
         ValueError: If the shapes of the states differ, or, on a CPU, if one holds NaN.
@@ -116,7 +118,7 @@ def empty_state(k: Keys, v: Values, angles: Angles | None) -> AdditiveDecayState
     batch, _, heads, width = k.shape
     features = width if angles is None else 2 * width
     z = k.new_full((batch, heads, width), LOG_ZERO, dtype=torch.float64)
-    return AdditiveDecayState(z, k.new_zeros(batch, heads, features, v.shape[-1]))
+    return AdditiveDecayState(z, v.new_zeros(batch, heads, features, v.shape[-1]))
 
 
 def share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:

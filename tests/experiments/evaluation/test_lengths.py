@@ -156,7 +156,7 @@ def test_lengths_that_are_too_long_are_left_out(tmp_path, text, name, left_out):
         measure_lengths(path, LengthsConfig(lengths=(64,), text=text[0]), device="cpu")
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["shakespeare_lion_s", "wikitext2_mlm_lion_s"])
 def test_the_command_evaluates_the_test_text_of_a_run(tmp_path, capsys, monkeypatch, recipe):
     (tmp_path / "text.txt").write_text(TEXT)

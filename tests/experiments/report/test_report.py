@@ -75,8 +75,9 @@ def folders(tmp_path_factory):
         runs = [run_config(model, seed, **data) for seed in seeds]
         for run in runs:
             if run not in trained:
-                trained[run] = tmp_path_factory.mktemp("run")
-                train(run, trained[run])
+                folder = tmp_path_factory.mktemp("run")
+                train(run, folder)
+                trained[run] = folder
         return [trained[run] for run in runs]
 
     return folders

@@ -1,0 +1,77 @@
+"""Leak: weights that also decay with the number of tokens between a key and a query.
+
+    z_t = logaddexp(z_{t-1} - leak, k_t)
+    weight of token s for token t: exp(k_s - leak (t - s) - z_t)
+
+With logits and log-normalizers relative to the start of a call, this is the recurrence without a
+leak, where n_t is the number of real tokens up to token t:
+
+    k'_t = k_t + leak n_t,    z'_t = z_t + leak n_t = logaddexp(z'_{t-1}, k'_t)
+
+Forms therefore receive k', and the leak is subtracted from the log-normalizer of the last state.
+k' grows with the number of tokens, so it is float64, in which its spacing is 1e-12 near 1e4. Forms
+convert only differences of logits and normalizers to float32.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onescan.checks import can_look_at_values
+from onescan.ops.additive_decay.state import AdditiveDecayState, merged
+from onescan.ops.additive_decay.tiled import write
+from onescan.ops.collectives import gather
+from onescan.ops.layout import Layout
+from onescan.ops.numerics import LOG_ZERO
+from onescan.ops.recurrence import check_tensors
+from onescan.shapes import Angles as Table  # of cosines or sines
+from onescan.shapes import Keys, Leak, Values
+
+
+def check_leak(leak: Any, k: Any, layout: Layout) -> None:
+    """Raise ValueError if a call has no use for a leak, or if it has a wrong shape or value."""
+    if layout.causal_block is not None:
+        raise ValueError("leak was given with causal_block, expected causal=True instead")
+    if not layout.causal:
+        raise ValueError(
+            "leak was given with causal=False, expected causal=True: without causality, all tokens "
+            "read one state, and a leak would only weaken the first tokens for all of them"
+        )
+    check_tensors(k=(k, "B T H K"), leak=(leak, ("H", "H K")))
+    if can_look_at_values(leak):
+        low, high = (x.item() for x in leak.detach().aminmax())
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(
+                f"leak ranges from {low:.6g} to {high:.6g}, expected finite rates of at least 0"
+            )
+
+
+def add_leak(k: Keys, leak: Leak, layout: Layout) -> tuple[Keys, Tensor]:
+    """Return k + leak n in float64, and leak n after the last token, [1 or B, H, 1 or K]."""
+    batch, tokens = k.shape[:2]
+    if layout.keep is None:
+        count = torch.arange(1, tokens + 1, device=k.device).unsqueeze(0)
+    else:
+        count = layout.keep.cumsum(dim=1)
+    total = count[:, -1:]
+    if layout.ranks is not None:
+        (totals,) = gather(layout.ranks, total.expand(batch, 1))  # W B 1
+        count, total = count + totals[: layout.ranks.rank].sum(dim=0), totals.sum(dim=0)
+    rate = (leak if leak.ndim > 1 else leak.unsqueeze(-1)).double()  # H K or H 1
+    return k.double() + rate * count[:, :, None, None], rate * total.unsqueeze(-1)
+
+
+def context_with_leak(
+    k: Keys,
+    v: Values,
+    tables: tuple[Table | None, Table | None],
+    state: AdditiveDecayState | None,
+) -> AdditiveDecayState:
+    """Return the state after tokens with logits of `add_leak`, in the dtype of v."""
+    peak = k.detach().amax(dim=1)  # B H K
+    peak = torch.where(peak > -torch.inf, peak, 0)
+    z, kv = write((k - peak.unsqueeze(1)).to(v.dtype), v, *tables, is_lean=True)
+    own = AdditiveDecayState((z + peak).clamp(min=LOG_ZERO), kv)
+    return own if state is None else merged(state, own)
