@@ -76,7 +76,7 @@ def poor_console(monkeypatch, encoding):
 over_encodings = pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @over_encodings
 def test_help_and_errors_are_escaped_for_the_console(monkeypatch, encoding):
     console = poor_console(monkeypatch, encoding)
@@ -317,6 +317,7 @@ def test_the_name_of_a_preset_shows_its_details(capsys):
     assert {"width = 192", "  gate_rank = 64"} <= {*config}
 
 
+@pytest.mark.slow
 def test_the_name_of_a_recipe_shows_its_model(capsys):
     assert main(["models", "cifar100_lion_s/diagonal_decay"]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -717,7 +718,7 @@ def test_a_mistyped_path_of_text_is_named(path, tmp_path, monkeypatch, capsys):
     assert_fails(capsys, argv, f"--data.path is '{path}': there is no such file or folder")
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("wraps", [ImportError, SystemError, None])
 def test_interrupts_say_how_to_resume_if_there_is_a_run(wraps, tmp_path, monkeypatch, capsys):
     def interrupted(run, folder, **_):

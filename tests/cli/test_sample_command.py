@@ -128,6 +128,7 @@ def test_runs_and_saved_pipelines_generate_the_same(run, sample, tmp_path):
     assert (tmp_path / "pipe.npz").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_sampler_is_chosen_by_name(run, sample, tmp_path):
     load_pipeline(run).save_pretrained(tmp_path / "pipe")
     images = []
@@ -158,6 +159,7 @@ def test_pipelines_use_the_sampler_and_noise_of_the_run(tmp_path):
         load_pipeline(tmp_path / "flow", sampler="dpm")
 
 
+@pytest.mark.slow
 def test_a_grid_contains_the_same_images(sample, tmp_path):
     sample("--num-images", 2, "--labels", 0, 1, 3, "--size", 4, 6, out="a.png")
     sample("--num-images", 2, "--labels", 0, 1, 3, "--size", 4, 6, out="a.npz")

@@ -81,6 +81,7 @@ def test_tokens_are_formatted():
     assert pairs.format_token(line_break) == r"'\n'"
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_tokenizer_are_not_generated():
     model = writer(vocab_size=700)  # the tokenizer has 258
     sampling = Sampling(temperature=3.0)
@@ -206,6 +207,7 @@ def test_fill_prints_one_line_per_mask(saved, capsys):
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported_in_one_line(saved, capsys):
     def error(*argv):
         assert main(list(argv)) == 2

@@ -82,7 +82,7 @@ def test_streamed_pieces_are_the_decoded_text(kind):
             )
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @over_kinds
 def test_a_context_and_streamed_pieces_are_the_decoded_text(kind):
     tokenizer, found = KINDS[kind](), 0

@@ -251,6 +251,7 @@ def test_pixels_come_back_by_their_mean_and_spread():
     assert clip_range({"mean": [0.5], "std": [0.5]}) == 1
 
 
+@pytest.mark.slow
 def test_latents_are_decoded_by_their_vae(tmp_path):
     vae = tiny_vae(shift_factor=0.25)
     pipe = pipeline(native(channels=4), vae=vae)

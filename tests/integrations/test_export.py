@@ -215,7 +215,7 @@ def run(session, **inputs):
     return session.run(None, {name: np.asarray(x) for name, x in inputs.items()})
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_program_takes_any_length(name):
     model = causal(CAUSAL[name])
@@ -382,6 +382,7 @@ def test_an_onnx_step_needs_nothing_but_its_file(tmp_path, traced, change):
     assert_near(torch.cat(parts, dim=1), model(tokens)[0])
 
 
+@pytest.mark.slow
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def fail(program, path, **_):
         path.write_text("half")
@@ -395,6 +396,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+@pytest.mark.slow
 def test_an_export_leaves_the_model_as_it_was():
     model = causal(CAUSAL["gpt2"])
     model.head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)

@@ -370,7 +370,7 @@ def test_lm_evals_own_tasks_are_indexed_only_if_needed(saved, monkeypatch):
     assert indexed == [False, False, True, False, True]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -238,7 +238,7 @@ def test_tokens(over_ranks, family):
     over_ranks(check)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GRIDS)
 def test_grids(over_ranks, family):
     def check(group):

@@ -58,6 +58,7 @@ def test_sizes_are_checked(config, sizes, message):
         config(**sizes).build()
 
 
+@pytest.mark.slow
 def test_moving_digits():
     splits, again = (MovingDigitsConfig().build() for _ in range(2))
     assert torch.equal(torch.from_numpy(splits.train.x), torch.from_numpy(again.train.x))

@@ -157,6 +157,7 @@ def test_image_classifier(assert_same, config, sizes):
     assert_same(ROWS, *models, sizes=sizes)
 
 
+@pytest.mark.slow
 def test_image_stream(assert_same):
     def call(model, images):
         before, state = model.stream(images)
@@ -191,7 +192,7 @@ def noisy_inputs(config):
     return {"noisy": (pixels(config), 2)} | {name: (x, None) for name, x in per_image.items()}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "sizes"), cases(DENOISERS))
 def test_denoiser(assert_same, config, sizes):
     assert_same(ROWS, OneProcess(built(config), denoise, noisy_inputs(config)), sizes=sizes)
@@ -267,7 +268,7 @@ def test_causal_language_model(assert_same, config, sizes):
     assert_same(T, OneProcess(built(config), call, inputs), sizes=sizes)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lightnet", "independent decay", "token positions"])
 def test_generation(tmp_path, name):
     """Ranks read a sharded prompt, and then generate on their own."""
@@ -317,7 +318,7 @@ PACKED_MODELS = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "sizes"), cases(PACKED_MODELS))
 def test_packed_documents(assert_same, config, sizes):
     def call(model, tokens, keep, offsets=None, documents=None):
@@ -332,7 +333,7 @@ def test_packed_documents(assert_same, config, sizes):
     assert_same(T, by_offsets, by_numbers, sizes=sizes)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["first", "mean", "max", "attention"])
 def test_sequence_classifier(assert_same, pool):
     def call(model, tokens, keep=None):

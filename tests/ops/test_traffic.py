@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LENGTHS = 24**2, 48**2  # square images; shards of 4 ranks are longer than LDN's kernels
 
 
+@pytest.mark.slow
 def test_layers_receive_as_much_as_their_formulas(tmp_path):
     def assert_received(group, node=None, nodes=None):
         for name, layer in LAYERS.items():
@@ -76,7 +77,7 @@ def saved_bytes(config, tokens, group):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", benchmark.MODELS)
 def test_memory_of_a_rank_depends_on_its_shard(tmp_path, name):
     """Memory grows with the shard at most 10% faster than on one process, for any group size."""

@@ -265,7 +265,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_end_to_end(name, tmp_path):
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 400)

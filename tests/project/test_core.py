@@ -119,7 +119,7 @@ def test_a_command_runs(tmp_path, argv, shows):
     assert shows in done.stdout
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [
@@ -141,6 +141,7 @@ def test_a_command_names_the_missing_extra(tmp_path, argv):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_training_from_python_names_the_missing_extra(tmp_path):
     code = "import onescan\nfrom onescan.experiments.recipes import find_recipe\n"
     done = on_the_core(code + "onescan.train(find_recipe('digits')(), 'run')", cwd=tmp_path)

@@ -89,6 +89,7 @@ def test_a_dry_run_of_all_stages(tmp_path):
         assert f"\n## {title}\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_claimed():
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "gpu.py"],

@@ -706,6 +706,7 @@ def test_sweeps_of_generated_images_do_not_read_the_test_digits():
     assert seen == set(final.train.digits.tolist())
 
 
+@pytest.mark.slow
 def test_the_page_in_docs_is_up_to_date(tmp_path):
     page = page_of(study_run.read_results(ROOT / "docs" / "study"), tmp_path)
     assert page == (ROOT / "docs" / "study.md").read_text()

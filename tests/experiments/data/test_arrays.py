@@ -313,6 +313,7 @@ def test_arrays_are_predicted(signals, tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
     x = np.ones((3, 2, 40))
     Image.new("L", (8, 8)).save(tmp_path / "a.png")

@@ -223,7 +223,7 @@ def test_every_orientation_is_turned_upright_before_the_crop(tmp_path, orientati
     assert sizes == [upright.shape[:2]]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged metadata
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
 def test_a_garbled_file_is_read_or_refused(kind):

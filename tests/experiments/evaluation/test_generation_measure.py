@@ -251,7 +251,7 @@ class KilledError(BaseException):
     """Stands in for SIGKILL."""
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [0, 2, 5])
 def test_a_killed_evaluation_resumes_with_the_same_bits(
     tmp_path, classifier, denoiser, monkeypatch, batches

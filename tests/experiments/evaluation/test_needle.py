@@ -94,7 +94,7 @@ def test_a_copying_model_finds_needles_within_its_context(tmp_path, context, acc
     assert (grid.gain() > 1).tolist() == grid.accuracy().astype(bool).tolist()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_chunks_and_shared_states_score_as_the_whole_text(kind, tmp_path):
     position = CAUSAL[kind]["position"]

@@ -242,6 +242,7 @@ def test_the_command_learns_tables_and_writes_a_summary(trained, folder):
     assert spread == pytest.approx((high - low) / math.sqrt(2))
 
 
+@pytest.mark.slow
 def test_some_tasks_start_from_the_mnli_model(trained, folder):
     starts = {
         task: read_manifest(trained / task / "seed-1").run.init_from for task in ("cola", "stsb")
@@ -305,6 +306,7 @@ def test_pages_have_scores_settings_and_errors(trained):
     assert "Largest errors" in Page((trained / "cola/report.html").read_text()).text
 
 
+@pytest.mark.slow
 def test_the_best_of_several_rates_is_reported_as_chosen_on_the_dev_set(folder, tmp_path, capsys):
     words = ["glue", str(folder / "mlm"), "--path", str(folder / "tables"), "--tasks", "stsb"]
     words += ["--recipe", "lightnet", "--epochs", "1", "--length", "32", "--precision", "float32"]

@@ -115,6 +115,7 @@ def whole(tmp_path_factory):
     return train(tiny(), tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path, whole):
     with pytest.raises(KilledError):
         train(tiny(), tmp_path / "run", progress=raise_at(8, KilledError()))
@@ -125,6 +126,7 @@ def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path, whole):
     assert whole.metrics["loss"] < 3.0
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_results(tmp_path, whole):
     assert_same(train(tiny(**{"machine.workers": 2}), tmp_path / "run"), whole)
 

@@ -442,6 +442,7 @@ def test_one_command_trains_and_resumes(texts, run, capsys):
     assert "already finished" in shown
 
 
+@pytest.mark.slow
 def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
     table = [{"id": i, "text": row["text"]} for i, row in enumerate(rows(40, seed=3))]
     write_csv(tmp_path / "new.csv", [{"id": 0, "text": " "}, *table])

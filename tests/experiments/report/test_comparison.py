@@ -220,6 +220,7 @@ def test_best_is_marked_if_its_lead_matters(runs, head, values, leader):
     assert column.leader(values) == leader
 
 
+@pytest.mark.slow
 def test_training_time_is_marked_only_for_equal_steps(runs, tmp_path):
     for name, seconds in (("fast", 1.0), ("slow", 60.0)):
         costs = {"seconds": seconds, "waiting_seconds": 0.0, "memory_mib": 1.0}
@@ -254,6 +255,7 @@ def test_curves_are_means_and_ranges_over_seeds(runs):
     assert line.name.endswith("%")
 
 
+@pytest.mark.slow
 def test_training_accuracy_is_drawn_unless_labels_are_mixed(runs, tmp_path):
     mixed = copied(runs[1], tmp_path / "mixed", task__mix=to_dict(MixConfig()))
     for folders, count in ((runs, 2), ([*runs, mixed], 0)):  # over epochs and over time

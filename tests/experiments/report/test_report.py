@@ -187,16 +187,18 @@ def test_only_pages_of_onescan_are_replaced(folders, html_of, tmp_path, monkeypa
             check_report_path(folder)
     path.write_text(old := html_of())
     check_report_path(path)
+    others = folders(KINDS["deit"])
 
     def fail(self, content):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_report(folders(KINDS["deit"]), path)
+        write_report(others, path)
     assert path.read_text() == old
 
 
+@pytest.mark.slow
 def test_pages_are_reproducible_and_independent_of_the_users_style(folders, html_of):
     with matplotlib.rc_context({"axes.facecolor": "black", "xtick.labelsize": 30}):
         settings = dict(matplotlib.rcParams)
@@ -229,6 +231,7 @@ def test_results_of_all_seeds(folders, html_of, seeds):
     assert [[int(cell) for cell in row[1:]] for row in matrix[1:]] == wanted.tolist()
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_named_beside_the_last(folders):
     (folder,) = folders()
     group = read_run_group([folder])
@@ -256,6 +259,7 @@ def test_sections_about_layers_are_folded(html_of):
     assert re.search(r'</summary>\s*<div id="key-importance">', html)
 
 
+@pytest.mark.slow
 def test_mistakes_come_first_with_their_probability(folders):
     (folder,) = folders()
     labels = PatternsConfig().build().test.labels
@@ -452,7 +456,7 @@ def test_own_data_are_in_the_title(folders, path, title):
     assert page_title(with_config(read_run_group(folders()), config)) == title
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

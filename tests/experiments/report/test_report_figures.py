@@ -418,6 +418,7 @@ def test_influence_maps_show_where_nothing_arrives():
     np.testing.assert_allclose(colors[0, 3:, :3], [diffusion.WARM] * 2)
 
 
+@pytest.mark.slow
 def test_many_kernels_and_axes(group):
     figures = diffusion.section(with_model(group, ldn(kernels=8))).figures
     assert "median of 8 kernels" in figures[0].caption

@@ -131,6 +131,7 @@ def test_the_loss_is_that_of_the_paper(kind, weight, heads, soft_labels):
     assert metrics["accuracy"] == (scores[0].argmax(dim=1) == classes).float().mean()
 
 
+@pytest.mark.slow
 def test_label_smoothing_does_not_change_the_teacher_loss(teacher):
     run = distilled_run(teacher, **{"task.augment": None})
     data = run.data.build()
@@ -202,12 +203,13 @@ class MislabelledConfig(StripesConfig):
 LONGER = {"training.epochs": 25, "task.augment": None}
 
 
+@pytest.mark.slow
 def test_random_labels_teach_nothing(tmp_path):
     alone = dataclasses.replace(replace(tiny_run(), LONGER), data=MislabelledConfig())
     assert train(alone, tmp_path).metrics["accuracy"] < 0.6
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_a_student_learns_from_its_teacher_despite_random_labels(teacher, tmp_path, kind):
     distills = {"task.distillation.weight": 0.9, "task.distillation.kind": kind}

@@ -92,6 +92,7 @@ def test_a_run_does_not_start_from_a_model_with_another_order_of_classes(finishe
     train(dataclasses.replace(run, init_from=str(finished)), tmp_path / "next")
 
 
+@pytest.mark.slow
 def test_notes_are_shown_saved_and_reported(tmp_path, capsys):
     run = dataclasses.replace(tiny_run(epochs=1), data=NotedStripesConfig())
     folder = train(run, tmp_path / "run", progress=True).folder

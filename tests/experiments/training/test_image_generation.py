@@ -189,6 +189,7 @@ def evaluate_fresh(trained):
     return evaluate(run.model.build(), run.task.build(run.data.build()))
 
 
+@pytest.mark.slow
 def test_the_best_weights_have_the_least_distance(trained):
     tests = [line for line in read_metrics(trained.folder) if line["split"] == "test"]
     best = onescan.load(trained.folder / "best.safetensors").metrics
@@ -212,6 +213,7 @@ def read_gray(path):
         return np.asarray(image.convert("L"), float)
 
 
+@pytest.mark.slow
 def test_the_report_shows_pictures_and_errors_over_timesteps(trained, tmp_path):
     page = write_report([trained], tmp_path / "report.html").read_text()
     for words in (
@@ -223,6 +225,7 @@ def test_the_report_shows_pictures_and_errors_over_timesteps(trained, tmp_path):
     assert "data:image/png;base64," in page
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_pictures(tmp_path):
     whole = train(denoiser_run(), tmp_path / "whole")
     with pytest.raises(KilledError):
@@ -255,6 +258,7 @@ def test_tensorboard_gets_the_pictures(tmp_path):
     assert [event.step for event in events.Images("picture")] == [3]
 
 
+@pytest.mark.slow
 def test_unconditional_models_train_and_sample(tmp_path):
     run = denoiser_run(**{"model.num_classes": 0, "training.epochs": 1})
     result = train(run, tmp_path / "run")

@@ -43,7 +43,7 @@ def lightnet(text):
 SMALL = [name for name in LANGUAGE if name.startswith(("shakespeare", "wikitext2"))]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "shakespeare_lightnet"])
 def test_a_small_recipe_is_trained_and_reported(name, text, capsys):
     run = train(name, text, *(["--task.supervised-blocks", "1"] if name.endswith("ldn") else []))
@@ -86,6 +86,7 @@ def test_a_run_generates_text_and_is_found_in_its_parent_folder(lightnet, capsys
         assert str(lightnet / "no" / "such") in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_language_model_resumes_to_the_same_numbers(lightnet, tmp_path):
     assert_reported(lightnet)
     run = read_manifest(lightnet).run

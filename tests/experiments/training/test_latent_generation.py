@@ -73,6 +73,7 @@ def test_training_decodes_pictures_as_the_pipeline_does(latents, tmp_path):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_missing_vae_is_found_before_the_first_step(latents, tmp_path):
     run = latent_run(latents, **{"data.vae": "no/vae/here"})
     with pytest.raises(ValueError, match="vae is 'no/vae/here'"):

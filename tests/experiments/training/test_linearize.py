@@ -672,6 +672,7 @@ def test_batch_size_and_classes_fit_the_data(teachers, tmp_path):
     assert recipe.infer(run, given) == recipe.infer(run, {"init_from"}) == (run, [])
 
 
+@pytest.mark.slow
 def test_linearize_gpt2_begins_from_a_folder_of_transformers(teachers, tmp_path):
     to_transformers(onescan.load(teachers / "text").model).save_pretrained(tmp_path / "gpt2")
     word_tokenizer().save_pretrained(tmp_path / "gpt2")

@@ -56,6 +56,7 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_recomputation_and_workers_keep_every_bit(tmp_path, monkeypatch):
     calls, forward = [], LightNetMixer.forward
 
@@ -403,6 +404,7 @@ def test_errors_of_workers_are_raised_in_one_sentence(tmp_path, monkeypatch):
         train(run, tmp_path / "die")
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_workers_too_saves_a_checkpoint(tmp_path):
     """Launchers and schedulers signal a whole group of processes."""
     run = configs.replace(tiny_run(), {"machine.workers": 1})

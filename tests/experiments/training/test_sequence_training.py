@@ -348,6 +348,7 @@ def test_a_killed_process_stops_the_others(tmp_path, monkeypatch):
         run_processes(4, work, tmp_path / "ranks", grace=20)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_stops_the_others(tmp_path, monkeypatch):
     run = on(text_run(tmp_path), sequence_parallel=2, timeout=1.0)
 

@@ -299,6 +299,7 @@ def test_ctrl_c_in_a_tracker_stops_the_run(services, monkeypatch, tmp_path):
         opened(services["wandb"], tmp_path, 0).log(1, {})
 
 
+@pytest.mark.slow
 def test_training_imports_no_tracker(tmp_path):
     code = "print(sorted({'accelerate', 'tensorboard', 'trackio', 'wandb'} & set(sys.modules)))"
     done = child(tmp_path, f"import onescan.experiments.training; {code}")

@@ -469,6 +469,7 @@ def test_a_plan_turns_epochs_into_steps():
     assert [step for step in range(21) if plan.saves(step)] == [15, 20]
 
 
+@pytest.mark.slow
 def test_slow_imports_wait_until_they_are_needed():
     code = (
         "import sys, onescan.experiments.training\n"
