@@ -38,7 +38,7 @@ NOTES: Mapping[Scoring, str] = MappingProxyType(
         "tasks": "A score is the mean of a task's metrics, and the average is the mean of the "
         "scores.",
         "columns": "Scores are the columns of LightNet's Table 2: both accuracies of MNLI, F1 for "
-        "QQP and MRPC, and Pearson's correlation for STS-B. The average is the mean of all columns.",
+        "QQP and MRPC, and Pearson's correlation for STS-B. The average is their mean.",
     }
 )
 SETTING_HEADS = (

@@ -212,7 +212,9 @@ def outcome_of(recipe, row):
     runs = {}
     for task, metrics in row.items():
         numbers = {name: value / 100 for name, value in metrics.items()} | {"loss": 1.0}
-        result = RunResult(folder=Path(), evaluation=Evaluation(metrics=numbers, arrays={}), steps=1)
+        result = RunResult(
+            folder=Path(), evaluation=Evaluation(metrics=numbers, arrays={}), steps=1
+        )
         runs[task] = (FinishedRun(manifest=MANIFEST, result=result, records=[]),)
     return GlueOutcome(checkpoint="mlm", recipe=recipe, runs=runs)
 
