@@ -60,8 +60,8 @@ class TokenNetworkConfig(ModelConfig, ABC):
     mlp: MLPConfig | None = field(default_factory=GLUConfig)
     """MLP after the mixer, applied to each token; None for mixers that need none."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
-    """Position encoding after the embedding; None for no encoding. Half-lives of MD-TPE begin at 0.5
-    to 2 tokens, whatever the length of the texts, unless position.init_length is set."""
+    """Position encoding after the embedding; None for no encoding. MD-TPE begins with half-lives of
+    0.5 to 2 tokens, whatever the length of the texts, unless position.init_length is set."""
     segment_types: int = 0
     """Number of segment embeddings: 2 for pairs of sentences, as in BERT; 0 for none."""
     embedding_norm: bool = False
