@@ -192,7 +192,11 @@ def cramming_lightnet() -> RunConfig:
 
 
 def _c4(kind: str, size: str) -> RunConfig:
-    """Return a run of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
+    """Return a run of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens.
+
+    As in the M2 repository, on which LION's code is based, a sequence is the first 128 tokens of a
+    document, padded. The paper states only the length.
+    """
     rows, steps = 4096, 70_000
     return RunConfig(
         name=f"c4_{kind}_{size}",
@@ -203,6 +207,7 @@ def _c4(kind: str, size: str) -> RunConfig:
             tokenizer=BERT,
             length=128,
             add_special_tokens=True,
+            packing=False,
             streaming=True,
             train_rows=rows * steps,
             test_rows=8192,
@@ -415,7 +420,8 @@ RECIPES = table(
             f"onescan train c4_{kind}_{size}",
             "30% of the tokens are masked in training and 15% in evaluation. The learning rate "
             "decays to 2%\nof its maximum, as in the authors' configuration files; the paper "
-            f"states 20%. {NOT_RUN}",
+            "states 20%. Each sequence is the\nfirst 128 tokens of a document, padded, as in the "
+            f"authors' pipeline; --data.packing packs documents.\n{NOT_RUN}",
         )
         for kind, title in (
             ("lion_lit_mlm", "LION-lit"),

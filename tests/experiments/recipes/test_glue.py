@@ -259,6 +259,7 @@ def test_the_papers_pretraining_decays_decoupled():
     recipes = [name for name in LANGUAGE if name.startswith("c4_")]
     assert len(recipes) == 10
     assert all(LANGUAGE[name]().training.decoupled_weight_decay for name in recipes)
+    assert not any(LANGUAGE[name]().data.packing for name in recipes)
 
 
 # The command
