@@ -177,6 +177,9 @@ class GlueRunsConfig:
     from_mnli: bool = True
     """Fine-tune RTE, MRPC and STS-B from the MNLI model, which is trained first. The recipe
     lightnet never does."""
+    from_scratch: bool = False
+    """Start every task from random weights, as in LightNet's Table 2, "no pretrain". Only the shape
+    and the tokenizer of the checkpoint are used."""
     pool: Pool = "first"
     """Input of the classification head: the first token ([CLS], as in BERT), or the mean, maximum
     or attention pool over all tokens."""
@@ -206,6 +209,12 @@ class GlueRunsConfig:
             check_choice("task", task, ORDER)
         check_distinct(tasks=tasks, seeds=self.seeds)
         return tuple(task for task in ORDER if task in tasks)
+
+    @property
+    def from_mnli_tasks(self) -> tuple[GlueTask, ...]:
+        """Tasks that start from the MNLI model."""
+        does = self.from_mnli and GLUE[self.recipe].from_mnli and not self.from_scratch
+        return FROM_MNLI if does else ()
 
     @property
     def rates_to_try(self) -> tuple[float, ...]:
@@ -238,8 +247,7 @@ def lacks_mnli(options: GlueRunsConfig) -> bool:
         ValueError: If the options are invalid.
     """
     tasks, place = options.selected(), Path(options.path).expanduser()
-    would = options.from_mnli and GLUE[options.recipe].from_mnli and set(tasks) & set(FROM_MNLI)
-    if not would or MNLI in tasks or not place.is_dir():
+    if not set(tasks) & set(options.from_mnli_tasks) or MNLI in tasks or not place.is_dir():
         return False
     try:
         find_folder(place, MNLI, PROBLEMS[MNLI])
@@ -267,7 +275,7 @@ def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueR
     if not isinstance(model, MaskedLM):
         raise ValueError(f"{checkpoint!r} holds {named_type(model)}, expected a MaskedLM")
     recipe = GLUE[options.recipe]
-    from_mnli = FROM_MNLI if options.from_mnli and recipe.from_mnli else ()
+    from_mnli = options.from_mnli_tasks
     if MNLI not in tasks and set(tasks) & set(from_mnli):
         tasks = (MNLI, *tasks)
     length = recipe.length if options.length is None else options.length
@@ -295,7 +303,7 @@ def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueR
             ),
             data=data,
             task=GlueConfig(segments=model.config.segment_types > 0),
-            init_from=str(start),
+            init_from=None if options.from_scratch else str(start),
             training=training,
             machine=options.machine,
         )

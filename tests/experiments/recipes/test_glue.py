@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,15 @@ from torch import nn
 import onescan
 from onescan.cli import main
 from onescan.experiments.data.glue import PROBLEMS, GlueDatasetConfig
-from onescan.experiments.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER, classifier
+from onescan.experiments.recipes.glue import (
+    BATCH_SIZES,
+    FROM_MNLI,
+    GLUE,
+    ORDER,
+    GlueRunsConfig,
+    classifier,
+    plan_glue,
+)
 from onescan.experiments.recipes.language import RECIPES as LANGUAGE
 from onescan.experiments.report.glue import GlueOutcome, best_rate, table_rows
 from onescan.experiments.report.runs import FinishedRun
@@ -409,6 +418,16 @@ def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, caps
     assert run.training.decoupled_weight_decay is False
     assert run.training.weight_decay == GLUE["hydra"].training("rte").weight_decay
     assert not (tmp_path / "out/mnli").exists()
+
+
+def test_from_scratch_uses_only_the_shape_of_the_checkpoint(folder, tmp_path):
+    options = GlueRunsConfig(tasks=("rte", "cola"), from_scratch=True, path=str(folder / "tables"))
+    runs = plan_glue(options, str(folder / "mlm"), tmp_path)
+    assert [(run.task, run.config.init_from) for run in runs] == [("rte", None), ("cola", None)]
+    given = plan_glue(replace(options, from_scratch=False), str(folder / "mlm"), tmp_path)
+    assert [run.task for run in given] == ["mnli", "rte", "cola"]
+    assert runs[-1].config.model == given[-1].config.model
+    assert runs[-1].config.data.tokenizer == given[-1].config.data.tokenizer
 
 
 @pytest.mark.parametrize(
