@@ -3,6 +3,7 @@
 import pytest
 
 from onescan.configs import differences
+from onescan.experiments.evaluation.config import COMMONSENSE, commonsense_average
 from onescan.experiments.recipes import find_recipe
 from onescan.models.presets import preset
 from onescan.models.size import model_size
@@ -81,6 +82,20 @@ def test_the_first_version_trains_the_same_models_on_a_third_of_the_tokens(size,
     assert short.training.batch_size == rows
     assert short.training.steps * rows * 2048 == pytest.approx(100e9, rel=1e-4)
     assert long.training.steps == pytest.approx(3 * short.training.steps, rel=1e-4)
+
+
+def test_the_commonsense_average_is_that_of_lightnets_table():
+    """Table 9, LightNet with 1.0B parameters."""
+    printed = (71.06, 47.27, 51.30, 56.31, 27.56, 33.00)
+    results = {
+        task: {f"{metric},none": score / 100, "acc,stderr": 9.0}
+        for (task, metric), score in zip(COMMONSENSE.items(), printed, strict=True)
+    }
+    results["arc_challenge"]["acc,none"] = 0.9  # another metric
+    average = commonsense_average(results)
+    assert round(100 * average, 2) == 47.75
+    del results["piqa"]
+    assert commonsense_average(results) is None
 
 
 def test_two_scans_of_size_b_are_as_large_as_lightnet_b():
