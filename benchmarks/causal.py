@@ -2,7 +2,8 @@
 
 As in LightNet, arXiv:2405.21022, Table 4. Embeddings and heads are not tied. The models of
 flash-linear-attention have its default options; Mamba-2 has twice as many blocks, because they have
-no MLP.
+no MLP. Their loss is fused with the output layer. Ours is `onescan.ops.cross_entropy`, which reads
+the logits once in each pass on a GPU, but needs the memory of all of them.
 """
 
 from collections.abc import Callable

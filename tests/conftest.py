@@ -3,6 +3,7 @@
 Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the same everywhere.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -63,6 +64,10 @@ def pytest_collection_modifyitems(items):
         fast = {i * (len(sampled) - 1) // max(1, n - 1) for i in range(n)}
         for i in set(range(len(sampled))) - fast:
             sampled[i].add_marker("slow")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported now stays: let no test wait for a search through all of it
 
 
 def pytest_runtest_setup(item):

@@ -12,7 +12,7 @@ from typing import Any
 
 from onescan import __version__
 from onescan.checkpoint.files import matches, parse_json, to_json, write_text_atomically
-from onescan.checkpoint.weights import BEST, WEIGHTS
+from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # folder of the tokenizer, in runs on text
@@ -27,10 +27,11 @@ def locate(path: Path) -> tuple[Path, Path]:
 
     Args:
         path: The folder, or any file in it. best.safetensors selects the weights of the best
-            evaluation, and any other path the weights of the last checkpoint.
+            evaluation, ema.safetensors the EMA of the last checkpoint in runs that report raw
+            weights, and any other path the weights of the last checkpoint.
     """
     folder = path if path.is_dir() else path.parent
-    return folder, path if path.name == BEST else folder / WEIGHTS
+    return folder, path if path.name in (AVERAGE, BEST) else folder / WEIGHTS
 
 
 def runs_in(folder: Path) -> list[Path]:

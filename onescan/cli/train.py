@@ -234,7 +234,13 @@ def _results(results: "Sequence[RunResult]") -> str:
 
 def glue(argv: Argv) -> None:
     """Fine-tune a masked language model on GLUE and write a report."""
-    from onescan.experiments.recipes.glue import GlueRunsConfig, check_runs, lacks_mnli, plan_glue
+    from onescan.experiments.recipes.glue import (
+        GLUE,
+        GlueRunsConfig,
+        check_runs,
+        lacks_mnli,
+        plan_glue,
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -279,7 +285,8 @@ def glue(argv: Argv) -> None:
         check_runs(runs, overwrite=options.overwrite)
         results = _fine_tune(runs, say, overwrite=options.overwrite)
     if ranks.is_first:
-        best = {task: best_rate(results[task]) for task in tasks}
+        scoring = GLUE[config.recipe].scoring
+        best = {task: best_rate(results[task], scoring) for task in tasks}
         by_task = {task: results[task][best[task]] for task in tasks}
         for task in tasks:
             write_report(by_task[task], out / task / "report.html")

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from onescan.checks import can_look_at_values, check_positive
+from onescan.checks import can_look_at_values, check_positive, check_whole
 from onescan.ops.collectives import gather
 from onescan.ops.numerics import accumulation_dtype, to_float64, wrap_angle
 from onescan.ops.packing import Packing, PackingShard
@@ -44,12 +44,18 @@ class ToeplitzPositionConfig(PositionConfig):
     joint: bool = False
     """Use one kernel over all axes (Eq. 16) instead of a sum of one per axis (Eq. 17). Both are
     the same for one axis, as in text."""
+    init_length: int | None = None
+    """Longest initial half-life in tokens, at least 2. None uses the length of each axis of the
+    grid. Text models have no grid, so their half-lives begin at 0.5 to 2 tokens unless this is set;
+    training changes them."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})
-        return ToeplitzPosition(
-            width, grid.shape, self.hidden_states, self.bidirectional, self.joint
-        )
+        shape = grid.shape
+        if self.init_length is not None:
+            check_whole(2, **{"position.init_length": self.init_length})
+            shape = (self.init_length,) * len(shape)
+        return ToeplitzPosition(width, shape, self.hidden_states, self.bidirectional, self.joint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +118,8 @@ class ToeplitzPosition(nn.Module):
 
     Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay:
     t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives are initialized
-    between half a token and the length of the axis. Initial outputs have the scale of x.
+    between half a token and the number in `shape`, but at least 2 tokens. The paper states no
+    initialization. Initial outputs have the scale of x.
 
     If joint, one Toeplitz product over all axes, Eq. 16. The paper does not parametrize it; here
     each exponential decays along all axes: t_n = sum_e weight_e exp(-sum_s n_s exp(log_rate_se)).

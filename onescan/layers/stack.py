@@ -49,6 +49,9 @@ def build_blocks(
         kind(width, mixer=mixer.for_layer(i), drop_path=drop_path * i / last, **options)
         for i in range(depth)
     )
+    block: Any
+    for i, block in enumerate(blocks):
+        mixer.init_for_layer(block.mixer, i, depth)
     return blocks, build_lower_bounds(mixer, depth=depth, width=width)
 
 

@@ -415,6 +415,21 @@ _LIGHTNET_MLM = _Family(
     "TPE, as in Eq. 17",
 )
 
+# Crammed BERT, the baseline of Table 2: GELU in gated units of 1536, no biases in attention, and
+# sines and cosines as positions, which Cramming scales by a learned factor.
+_CRAMMED_BERT = _Family(
+    MaskedLMConfig(
+        vocab_size=32768,
+        mixer=SoftmaxMixerConfig(bias=False),
+        mlp=GLUConfig(ratio=2.0, activation="gelu"),
+        position=TokenPositionConfig(max_tokens=BERT_MAX_TOKENS, learned=False),
+        embedding_norm=True,
+        norm_eps=1e-12,
+        head_transform=False,
+    ),
+    "Cramming, arXiv:2212.14034; LightNet, arXiv:2405.21022, Table 2",
+)
+
 
 def _bert(mixer: MixerConfig, position: TokenPositionConfig | None) -> _Family:
     """BERT (arXiv:1810.04805), with its vocabulary, post-norm blocks, dropout and eps.
@@ -553,10 +568,13 @@ _DENOISER_ROWS = (
     _Row("dit_l", _DIT, 24, 1024, 16, 458.0),
     _Row("dit_xl", _DIT, 28, 1152, 16, 675.0),
 )
-# Table 10 gives neither sizes nor parameters; these have the shape of LightNet-S.
+# Table 10 compares LightNet-B/8 with RetNet and HGRN2 of size "S/8", and gives neither shapes nor
+# parameters. Its FIDs, which are close to those of LightNet-B/8 and far from those of LightNet-S/8
+# in Table 11, fit size B. There are both, with the shapes of LightNet-S and LightNet-B.
 _TWO_SCAN_ROWS = tuple(
-    _Row(name, _two_scans(family), 18, 384, 6, None, changes={"patch_size": (8, 8)})
-    for name, family in (("retnet_dit_s_8", _TNL), ("hgrn2_dit_s_8", _HGRN2))
+    _Row(f"{name}_dit_{size}_8", _two_scans(family), 18, width, 6, None, {"patch_size": (8, 8)})
+    for size, width in (("s", 384), ("b", 768))
+    for name, family in (("retnet", _TNL), ("hgrn2", _HGRN2))
 )
 _LANGUAGE_ROWS = (
     _Row(
@@ -596,6 +614,7 @@ _LANGUAGE_ROWS = (
     _Row("gated_deltanet_lm_53m", _GATED_DELTANET_LM, 6, 512, 8, None),
     _Row("kda_lm_47m", _KDA_LM, 6, 512, 8, None),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),
+    _Row("crammed_bert", _CRAMMED_BERT, 16, 768, 12, None),
     _Row("lion_lit_mlm_base", _BERT_LIT, 12, 768, 12, 110.0),
     _Row("lion_lit_mlm_large", _BERT_LIT, 24, 1024, 16, 334.0),
     _Row("lion_d_mlm_base", _BERT_D, 12, 768, 12, 110.0),

@@ -224,8 +224,10 @@ def lrpe_frequencies(width: int, axes: int, base: float = 10000.0) -> FrequencyR
     """Return the initial theta of one head: base^(-2j/K), with j restarting at 0 for each axis.
 
     Source: LightNet, arXiv:2405.21022, Eq. 20. All axes share their frequencies as in App. B.
-    Otherwise the angles of the last axes would hardly change. The result has the default dtype, but
-    at least float32, because an angle contains the rounding error of theta times the position.
+    Otherwise the angles of the last axes would hardly change. The paper does not say if its d is
+    the width of a head or of the model. Here, it is the width K of a head, so that all heads start
+    with the same frequencies. The result has the default dtype, but at least float32, because an
+    angle contains the rounding error of theta times the position.
 
     >>> lrpe_frequencies(4, axes=2).tolist()
     [1.0, 0.009999999776482582, 1.0, 0.009999999776482582]

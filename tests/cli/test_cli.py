@@ -868,6 +868,7 @@ def test_imagenet_recipes_train_the_presets(name):
     assert run.model == preset(name)
     assert run.name == f"imagenet_{name}"
     assert run.training.ema_decay == (0.99996 if "lion" in name else None)
+    assert run.training.reported_weights == ("raw" if "lion" in name else "ema")
 
 
 def test_recipes_of_one_comparison_differ_only_in_their_blocks():

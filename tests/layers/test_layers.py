@@ -1,5 +1,7 @@
 """Patches, positions, norms, MLPs and blocks."""
 
+import math
+from dataclasses import replace
 from inspect import unwrap
 
 import pytest
@@ -97,6 +99,23 @@ def test_joint_toeplitz_parameters_per_channel(shape, bidirectional):
     weights = directions ** len(shape)
     expected = (directions * len(shape) + weights) * 8 * 10
     assert sum(p.numel() for p in position.parameters()) == expected
+
+
+def half_lives(position):
+    return (math.log(2) / position.log_rate.exp()).aminmax()
+
+
+def test_half_lives_start_up_to_the_initial_length_if_it_is_set():
+    config = ToeplitzPositionConfig(hidden_states=8)
+    for built, longest in (
+        (config.build(width=3, grid=Grid((6, 9))), 9),
+        (replace(config, init_length=64).build(width=3, grid=Grid((6, 9))), 64),
+    ):
+        low, high = half_lives(built)
+        assert low.item() == pytest.approx(0.5)
+        assert high.item() == pytest.approx(longest)
+    with pytest.raises(ValueError, match=r"position\.init_length is 1, expected .* at least 2"):
+        replace(config, init_length=1).build(width=3, grid=Grid((6,)))
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -154,6 +154,23 @@ def test_models_alternate_between_spatial_and_channel_mixing():
     assert model.blocks[0].mlp is None
 
 
+def test_initial_values_depend_on_the_layer_as_in_rwkv4():
+    """In the third of three layers, each of two blocks: arXiv:2305.13048, App. E."""
+    spatial, channel = preset("vision_rwkv_tiny", image_size=32, depth=6).build().blocks[-2:]
+    width = spatial.mixer.decay.shape[0]
+    share = torch.arange(width) / width
+    r, k, v = spatial.mixer.shift_mix
+    torch.testing.assert_close(r, share ** (0.5 / 3))
+    torch.testing.assert_close(k, share ** (1 / 3))
+    torch.testing.assert_close(v, share ** (1 / 3) + 0.3)
+    assert all(torch.equal(mix, k) for mix in channel.mixer.shift_mix)
+    steps = torch.arange(width) / (width - 1)
+    torch.testing.assert_close(spatial.mixer.decay, 8 * steps**2 - 5)
+    first = preset("vision_rwkv_tiny", image_size=32, depth=6).build().blocks[0].mixer
+    assert not torch.equal(first.decay, spatial.mixer.decay)
+    assert torch.equal(first.bonus, spatial.mixer.bonus)
+
+
 @over_parts
 def test_initial_values_are_those_of_the_originals_first_block(part):
     mixer = MIXERS["vision_rwkv"](num_heads=HEADS, part=part).build(width=WIDTH, axes=2)

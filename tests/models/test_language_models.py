@@ -1,6 +1,7 @@
 """Causal and masked language models and classifiers: states, padding, sampling, and errors."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from inspect import unwrap
@@ -487,6 +488,18 @@ def test_impossible_configs_are_refused(config, message):
         )
     with pytest.raises(ValueError, match=message):
         config.build()
+
+
+@pytest.mark.parametrize(("length", "longest"), [(None, 2.0), (128, 128.0)])
+@pytest.mark.parametrize("config", [CausalLMConfig, MaskedLMConfig, SequenceClassifierConfig])
+def test_text_models_start_with_short_half_lives_unless_a_length_is_set(config, length, longest):
+    position = ToeplitzPositionConfig(hidden_states=4, init_length=length)
+    sizes = {"vocab_size": 7, "width": 16, "depth": 1, "position": position}
+    causal = {"direction": "forward"} if config is CausalLMConfig else {}
+    network = config(**sizes, mixer=LightNetMixerConfig(num_heads=2, **causal)).build()
+    rates = next(weight for name, weight in network.named_parameters() if "log_rate" in name)
+    low, high = (math.log(2) / rates.exp()).aminmax()
+    assert (low.item(), high.item()) == (pytest.approx(0.5), pytest.approx(longest))
 
 
 TEXT_RECIPES = [name for name, make in RECIPES.items() if hasattr(make().model, "segment_types")]

@@ -32,6 +32,7 @@ from results import Benchmark, Row, exponent, quartiles
 from onescan.models.presets import preset
 from onescan.models.size import attention_flops, model_size, recurrence_flops
 from onescan.ops import decay_attention
+from onescan.ops.cross_entropy import cross_entropy
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -318,7 +319,7 @@ def call(module, name, options, mode=FORWARD, size=T, prepare="prepare"):
     return getattr(module, prepare)(name, mode, size, options).call()
 
 
-@pytest.mark.parametrize("name", ["one_scan", "one_scan_lrpe", "two_scans", "softmax"])
+@pytest.mark.parametrize("name", [name for name in one_scan.CANDIDATES if name != "copy"])
 def test_ops_give_outputs_or_the_gradients_of_all_inputs(name):
     options = one_scan.Options(**OP)
     o = call(one_scan, name, options)
@@ -329,10 +330,29 @@ def test_ops_give_outputs_or_the_gradients_of_all_inputs(name):
     assert all(g.abs().sum() > 0 for g in gradients)
 
 
-def test_two_scans_treat_both_directions_alike():
+@pytest.mark.parametrize("op", [one_scan.two_scans, one_scan.two_decay_scans])
+def test_two_scans_treat_both_directions_alike(op):
     inputs = torch.randn(3, 1, T, H, K)
+    torch.testing.assert_close(op(*inputs.flip(2)), op(*inputs).flip(1))
+
+
+def test_two_decay_scans_are_bidirectional_attention_with_each_token_counted_twice():
+    q, k, v = torch.randn(3, 1, T, H, K)
+    log_decay = torch.log(1 - 2.0 ** -(5 + torch.arange(H)))
+    once, _ = decay_attention(q, k, v, log_decay)
+    own = (q * k).sum(-1, keepdim=True) * v
+    torch.testing.assert_close(one_scan.two_decay_scans(q, k, v), once + own)
+
+
+def test_models_have_the_loss_of_the_library():
+    ids = torch.randint(8192, (2, 9))
+    model = causal.our_config("lion_s", "small", 9).build()
+    logits = torch.nn.Parameter(model(ids)[0].detach())
+    model.forward = lambda _: (logits, None)
+    loss = causal.next_token_loss(model, ids)
+    assert causal.cross_entropy is cross_entropy
     torch.testing.assert_close(
-        one_scan.two_scans(*inputs.flip(2)), one_scan.two_scans(*inputs).flip(1)
+        loss, torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:])
     )
 
 

@@ -26,8 +26,11 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "papers.md").read_text()
 TEXT = re.sub(r"^```.*?^```\n", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # without blocks of code
 HEADER = ("Here", "State", "Deviation")  # after "In the paper" or "In the summary"
-STATES = ("runs", "not run", "not implemented")
+STATES = ("unit-tested", "not run", "not implemented")
 MEASURED = re.compile(r"\[measured\]\((results|performance)\.md#[\w-]+\)")
+# A row is trained if our results say so, or if a test trains it.
+TRAINED = re.compile(r"\[trained\]\(results\.md#[\w-]+\)|trained in `(?P<test>tests/[\w/]+\.py)`")
+TRAINS = re.compile(r"\btrain\(|optimizer\.step\(\)")
 ONLY_PUBLISHED = "published figure only"
 
 # What the papers number: chapter of the page -> kind -> numbers.
@@ -154,10 +157,22 @@ def test_every_row_has_a_state_and_something_here(chapter):
     assert found
     for paper, here, state, _deviation in found:
         assert paper
-        assert state in STATES or MEASURED.fullmatch(state), (paper, state)
+        trained = TRAINED.fullmatch(state)
+        assert state in STATES or trained or MEASURED.fullmatch(state), (paper, state)
+        if trained and trained["test"]:
+            assert TRAINS.search((ROOT / trained["test"]).read_text()), (paper, state)
         is_missing = here in ("", ONLY_PUBLISHED)
         assert ("`" in here) != is_missing, (paper, here)
         assert (state == "not implemented") == is_missing, (paper, state)
+
+
+def test_the_page_explains_every_state():
+    found = {state for text in chapters().values() for _, _, state, _ in rows(text)}
+    used = {re.split(r" in |\]", state.lstrip("["))[0] for state in found}
+    explained = re.findall(r"^- \*\*([\w -]+)\*\*:", PAGE, re.MULTILINE)
+    assert sorted(used) == sorted(explained)
+    trained = {state for state in found if "results.md" in state and "trained" in state}
+    assert len(trained) > 3
 
 
 # Commands
@@ -343,7 +358,8 @@ def test_every_preset_is_near_what_is_printed_or_has_its_whole_millions(name):
     # Vision-RWKV are printed as 1.2.
     near = 0.02 if name.startswith(("ldn", "lightnet_lm", "vision_rwkv")) else 0.01
     if known.printed_millions is None:
-        without = ("lightnet_mlm_base", "retnet_dit_s_8", "hgrn2_dit_s_8")
+        without = {"lightnet_mlm_base", "crammed_bert"}
+        without |= {f"{kind}_dit_{size}_8" for kind in ("retnet", "hgrn2") for size in "sb"}
         assert name in without or "no paper states this model" in known.source
         return
     if isinstance(known.printed_millions, int):  # 21.98 million are printed as 22M

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onescan import configs, zoo
-from onescan.checkpoint.weights import BEST, WEIGHTS
+from onescan.checkpoint.run_folder import locate
 from onescan.checks import in_a_line
 from onescan.experiments.evaluation.config import short_name
 from onescan.experiments.tasks.feature_distance import convert_images, extract_features
@@ -115,7 +115,7 @@ class ClassifierFeatures(FeatureExtractor):
             device,
         )
         self.name, self.class_names = short_name(path), checkpoint.class_names
-        weights = checkpoint.folder / (BEST if path.name == BEST else WEIGHTS)
+        _, weights = locate(path if path.is_file() else checkpoint.folder)
         settings = [configs.to_dict(config) for config in (checkpoint.model.config, self.format)]
         self.cache_key = file_key(weights, settings)
 

@@ -5,7 +5,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
-from onescan.experiments.evaluation.config import TASK_SETS, TasksConfig, short_name
+from onescan.experiments.evaluation.config import (
+    TASK_SETS,
+    TasksConfig,
+    commonsense_average,
+    short_name,
+)
 from onescan.experiments.training.distributed import Ranks, choose_device
 from onescan.inference.loading import load_language_model
 from onescan.messages import missing_package
@@ -18,7 +23,8 @@ class TaskScores(NamedTuple):
 
     Attributes:
         tables: Its tables of tasks and of groups, in plain text.
-        data: The same scores and their settings, to be saved as JSON.
+        data: The same scores and their settings, to be saved as JSON, with the average of
+            LightNet's Table 9 if all of its tasks were evaluated.
     """
 
     tables: tuple[str, ...]
@@ -63,14 +69,22 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
         log_samples=False,
     )
     columns = [column for column in ("results", "groups") if found.get(column)]
+    tables = [make_table(found, column) for column in columns]
+    average = commonsense_average(found["results"])
+    if average is not None:
+        tables.append(
+            f"commonsense average: {100 * average:.2f}, of acc_norm for hellaswag, arc_challenge "
+            "and openbookqa, and acc for the others"
+        )
     return TaskScores(
-        tables=tuple(make_table(found, column) for column in columns),
+        tables=tuple(tables),
         data={
             "checkpoint": short_name(checkpoint),
             "limit": config.limit,
             "num_fewshot": config.num_fewshot,
             "onescan": __version__,
             "lm_eval": lm_eval.__version__,
+            **({} if average is None else {"commonsense_average": average}),
             **{name: _to_json_types(found[name]) for name in KEPT if name in found},
         },
     )

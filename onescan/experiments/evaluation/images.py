@@ -19,7 +19,7 @@ from einops import rearrange
 from numpy.typing import NDArray
 
 from onescan import configs, zoo
-from onescan.checkpoint.weights import BEST, WEIGHTS
+from onescan.checkpoint.run_folder import locate
 from onescan.checks import in_a_line
 from onescan.experiments.data import DataConfig, DataSet, Example, ImageDataset, derive_seed
 from onescan.experiments.data.image_dataset import find_classes, image_table
@@ -209,13 +209,13 @@ class DenoiserSource(Source):
             self.cache_key = cache_key(named)
 
     def _describe_run(self, path: Path, config: SamplesConfig) -> None:
-        folder, weights = (path, WEIGHTS) if path.is_dir() else (path.parent, path.name)
+        folder, weights = locate(path)
         manifest = read_manifest(folder)
         run, task = manifest.run, manifest.run.task
         assert isinstance(task, ImageGenerationConfig)
         self.sampler, self.data = config.sampler or task.sampler.resolved(task.noise), run.data
         settings = [configs.to_dict(part) for part in (run.model, manifest.format, task.noise)]
-        self.cache_key = file_key(folder / (BEST if weights == BEST else WEIGHTS), settings)
+        self.cache_key = file_key(weights, settings)
 
     def at(self, guidance_scale: float | None, frequencies: Sequence[int]) -> "DenoiserSource":
         """Return the same source with another guidance scale and distribution of classes."""

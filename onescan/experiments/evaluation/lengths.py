@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from onescan import __version__
 from onescan.experiments.data import DataConfig
-from onescan.experiments.data.text import PackedText, TextDatasetConfig, TextSplits
+from onescan.experiments.data.text import PackedText, TextDatasetConfig, TextRows, TextSplits
 from onescan.experiments.data.text.corpus import Corpus, CorpusReader
 from onescan.experiments.data.text.packing import padding_id
 from onescan.experiments.data.text.source import Query, find_source
@@ -283,6 +283,6 @@ def held_out_tokens(checkpoint: str, data: DataConfig) -> Ids:
         ValueError: If the data is not text, or no longer exists.
     """
     splits = data.build()
-    if not (isinstance(splits, TextSplits) and isinstance(splits.test, PackedText)):
+    if not (isinstance(splits, TextSplits) and isinstance(splits.test, TextRows)):
         raise ValueError(f"{checkpoint!r} was trained on {type(data).__name__}, expected text")
     return splits.test.corpus.tokens

@@ -202,11 +202,12 @@ RECIPES = table(
     imagenet_lightnet_dit_xl_672m,
     *(
         _imagenet_row(
-            f"{kind}_dit_s_8",
-            f"{title}-S/8 denoiser with two scans on ImageNet-1k latents, as in LightNet's Table "
-            "10; not run yet.",
+            f"{kind}_dit_{size}_8",
+            f"{title}-{size.upper()}/8 denoiser with two scans on ImageNet-1k latents, as in "
+            "LightNet's Table 10; not run yet.",
             LIGHTNET,
         )
+        for size in ("s", "b")
         for kind, title in (("retnet", "RetNet"), ("hgrn2", "HGRN2"))
     ),
 )

@@ -34,6 +34,7 @@ from onescan.layers.position import TokenPositionConfig
 from onescan.models.presets import preset
 
 GPT2, BERT = "openai-community/gpt2", "google-bert/bert-base-uncased"
+ROBERTA = "FacebookAI/roberta-base"  # 50,265 pieces, byte by byte
 CRAMMING = "JonasGeiping/crammed-bert"  # 32,768 lower-case word pieces
 # The Pile without Books3, BookCorpus2, OpenSubtitles, YTSubtitles and OpenWebText2
 PILE_UNCOPYRIGHTED = "monology/pile-uncopyrighted"
@@ -56,9 +57,14 @@ def wikitext103_lightnet() -> RunConfig:
     AdamW does here. The dropout of 0.1 is HGRN's. The tokenizer is GPT-2's BPE, of 50,257 tokens;
     the paper states a BPE of 50,265. It has not been run yet.
     """
+    return _wikitext103("lightnet", "lightnet_lm_45m")
+
+
+def _wikitext103(name: str, model: str) -> RunConfig:
+    """Return a run of LightNet's Tables 5 and 12; see `wikitext103_lightnet`."""
     return RunConfig(
-        name="wikitext103_lightnet",
-        model=preset("lightnet_lm_45m", dropout=0.1),
+        name=f"wikitext103_{name}",
+        model=preset(model, dropout=0.1),
         data=TextDatasetConfig(
             path="Salesforce/wikitext",
             name="wikitext-103-raw-v1",
@@ -78,13 +84,13 @@ def wikitext103_lightnet() -> RunConfig:
     )
 
 
-def _pile(size: str, rows: int, billion_tokens: int) -> RunConfig:
+def _pile(name: str, model: str, rows: int, billion_tokens: int) -> RunConfig:
     """Return a run with the paper's total batch size and number of tokens."""
     length = 2048
     steps = round(billion_tokens * 1e9 / (rows * length))
     return RunConfig(
-        name=f"pile_uncopyrighted_lightnet_{size}",
-        model=preset(f"lightnet_lm_{size}"),
+        name=f"pile_uncopyrighted_{name}",
+        model=preset(model),
         data=TextDatasetConfig(
             path=PILE_UNCOPYRIGHTED,
             tokenizer=GPT2,
@@ -156,10 +162,28 @@ def cramming_lightnet() -> RunConfig:
     row. It trains in float16. It reads the full Pile, which is no longer available. This recipe has
     not been run yet.
     """
+    return _cramming("lightnet", "lightnet_mlm_base")
+
+
+def cramming_bert() -> RunConfig:
+    """Crammed BERT, the baseline of LightNet's Table 2, trained like cramming_lightnet.
+
+    onescan train cramming_bert
+    onescan glue runs/cramming_bert/seed-0 --recipe lightnet
+
+    The model is that of the published crammed-bert: 16 blocks, gated units with GELU, and no biases
+    in attention. Its positions are sines and cosines, here without Cramming's learned factor.
+    Fine-tuning has no dropout of attention weights. It has not been run yet.
+    """
+    return _cramming("bert", "crammed_bert")
+
+
+def _cramming(name: str, model: str) -> RunConfig:
+    """Return a run of LightNet's Table 2; see `cramming_lightnet`."""
     micro_batch, micro_batches = 128, 900_000
     return RunConfig(
-        name="cramming_lightnet",
-        model=preset("lightnet_mlm_base"),
+        name=f"cramming_{name}",
+        model=preset(model),
         data=TextDatasetConfig(
             path=PILE_UNCOPYRIGHTED,
             tokenizer=CRAMMING,
@@ -192,7 +216,11 @@ def cramming_lightnet() -> RunConfig:
 
 
 def _c4(kind: str, size: str) -> RunConfig:
-    """Return a run of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens."""
+    """Return a run of LION's App. C.5: 70,000 steps of 4096 sequences of 128 tokens.
+
+    As in the M2 repository, on which LION's code is based, a sequence is the first 128 tokens of a
+    document, padded. The paper states only the length.
+    """
     rows, steps = 4096, 70_000
     return RunConfig(
         name=f"c4_{kind}_{size}",
@@ -203,6 +231,7 @@ def _c4(kind: str, size: str) -> RunConfig:
             tokenizer=BERT,
             length=128,
             add_special_tokens=True,
+            packing=False,
             streaming=True,
             train_rows=rows * steps,
             test_rows=8192,
@@ -237,18 +266,25 @@ def wikipedia_ldn() -> RunConfig:
     longer available. The loss on the last 4 blocks, the schedule and the other settings are our
     choice, because the paper does not state them. It has not been run yet.
     """
+    return _wikipedia("ldn", "ldn_mlm_base", BERT, supervised_blocks=4)
+
+
+def _wikipedia(name: str, model: str, tokenizer: str, *, supervised_blocks: int = 1) -> RunConfig:
+    """Return a run of LDN's Table 3; see `wikipedia_ldn`."""
     return RunConfig(
-        name="wikipedia_ldn",
-        model=preset("ldn_mlm_base"),
+        name=f"wikipedia_{name}",
+        model=preset(model),
         data=TextDatasetConfig(
             path="wikimedia/wikipedia",
             name="20231101.en",
             test_fraction=0.001,
-            tokenizer=BERT,
+            tokenizer=tokenizer,
             length=128,
             add_special_tokens=True,
         ),
-        task=MaskedLanguageModellingConfig(supervised_blocks=4, evaluation_batch_size=256),
+        task=MaskedLanguageModellingConfig(
+            supervised_blocks=supervised_blocks, evaluation_batch_size=256
+        ),
         training=TrainingConfig(
             steps=1_000_000,
             batch_size=256,
@@ -374,21 +410,52 @@ RECIPES = table(
     wikitext103_lightnet,
     *(
         row(
-            f"pile_uncopyrighted_lightnet_{size}",
-            partial(_pile, size, rows, billion_tokens),
+            f"wikitext103_{name}",
+            partial(_wikitext103, name, model),
+            f"{title}, {millions} million parameters, on WikiText-103, as in LightNet's Table 5.",
+            f"onescan train wikitext103_{name}",
+            f"Trained like wikitext103_lightnet. {NOT_RUN}",
+        )
+        for name, model, title, millions in (
+            ("transformer", "transformer_lm_45m", "Transformer", 44.7),
+            ("linear_attention", "linear_lm_45m", "Linear attention with ELU + 1", 44.7),
+            ("hgrn", "hgrn_lm_46m", "HGRN", 46.2),
+        )
+    ),
+    *(
+        row(
+            f"pile_uncopyrighted_{name}",
+            partial(_pile, name, f"lightnet_lm_{size}", rows, billion_tokens),
             f"LightNet, {title}, on {billion_tokens} billion tokens of pile-uncopyrighted, as in "
             f"the paper's {table}.",
-            f"onescan train pile_uncopyrighted_lightnet_{size}",
+            f"onescan train pile_uncopyrighted_{name}",
             f"{note}The paper reads the full Pile, which is no longer available. It does not\n"
             f"state schedule, warm-up, weight decay and tokenizer; they are our choice. {NOT_RUN}",
         )
-        for size, title, rows, billion_tokens, table, note in (
+        for size, title, rows, billion_tokens, table, note, name in (
             # rows are "batch size per GPU" times GPUs
-            ("150m", "0.15B", 26 * 8, 100, "v1, Table 10", ""),
-            ("379m", "379M", 15 * 8, 10, "Table 6", NO_SHARE),
-            ("380m", "0.385B", 15 * 8, 100, "v1, Table 10", ""),
-            ("1b", "1B", 10 * 16, 300, "Table 13", ""),
-            ("3b", "3B", 36 * 48, 300, "Table 13", ""),
+            ("150m", "0.15B", 26 * 8, 100, "v1, Table 10", "", "lightnet_150m"),
+            ("379m", "379M", 15 * 8, 10, "Table 6", NO_SHARE, "lightnet_379m"),
+            ("380m", "0.385B", 15 * 8, 100, "v1, Table 10", "", "lightnet_380m"),
+            ("1b", "1.0B", 10 * 16, 100, "v1, Tables 7 and 10", "", "lightnet_1b_v1"),
+            ("3b", "2.9B", 36 * 48, 100, "v1, Tables 7 and 10", "", "lightnet_3b_v1"),
+            ("1b", "1B", 10 * 16, 300, "Table 13", "", "lightnet_1b"),
+            ("3b", "3B", 36 * 48, 300, "Table 13", "", "lightnet_3b"),
+        )
+    ),
+    *(
+        row(
+            f"pile_uncopyrighted_{name}",
+            partial(_pile, name, model, 15 * 8, 10),
+            f"{title}, {millions}M, on 10 billion tokens of pile-uncopyrighted, as in LightNet's "
+            "Table 6.",
+            f"onescan train pile_uncopyrighted_{name}",
+            f"Trained like pile_uncopyrighted_lightnet_379m. {NOT_RUN}",
+        )
+        for name, model, title, millions in (
+            ("llama_385m", "llama_385m", "LLaMA", 385),
+            ("tnl_379m", "tnl_lm_379m", "TransNormerLLM", 379),
+            ("mamba_385m", "mamba_lm_385m", "Mamba", 385),
         )
     ),
     *(
@@ -406,7 +473,22 @@ RECIPES = table(
         )
     ),
     cramming_lightnet,
+    cramming_bert,
     wikipedia_ldn,
+    *(
+        row(
+            f"wikipedia_{name}",
+            partial(_wikipedia, name, model, tokenizer),
+            f"{title}, {millions} million parameters, on Wikipedia: a baseline of LDN's Table 3.",
+            f"onescan train wikipedia_{name}",
+            f"Trained like wikipedia_ldn, on the last block only, and not as in its own paper. "
+            f"{NOT_RUN}",
+        )
+        for name, model, title, millions, tokenizer in (
+            ("bert", "bert_base", "BERT", 110, BERT),
+            ("roberta", "roberta_base", "RoBERTa", 125, ROBERTA),
+        )
+    ),
     *(
         row(
             f"c4_{kind}_{size}",
@@ -415,7 +497,8 @@ RECIPES = table(
             f"onescan train c4_{kind}_{size}",
             "30% of the tokens are masked in training and 15% in evaluation. The learning rate "
             "decays to 2%\nof its maximum, as in the authors' configuration files; the paper "
-            f"states 20%. {NOT_RUN}",
+            "states 20%. Each sequence is the\nfirst 128 tokens of a document, padded, as in the "
+            f"authors' pipeline; --data.packing packs documents.\n{NOT_RUN}",
         )
         for kind, title in (
             ("lion_lit_mlm", "LION-lit"),

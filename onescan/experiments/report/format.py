@@ -56,8 +56,11 @@ def metric_name(name: str) -> str:
 
     >>> metric_name("top5_accuracy")
     'top-5 accuracy'
+    >>> metric_name("ema_accuracy")
+    'EMA accuracy'
     """
-    return name.replace("_", " ").replace("top5", "top-5")
+    label = name.replace("_", " ").replace("top5", "top-5")
+    return f"EMA {label[4:]}" if label.startswith("ema ") else label
 
 
 def metric_value(name: str, value: float) -> str:

@@ -24,17 +24,22 @@ from onescan.experiments.report.page import (
 )
 from onescan.experiments.report.plots import Line, dot_chart, line_chart, seed_line, series
 from onescan.experiments.report.runs import Column, FinishedRun, SeedValues, check_seeds, read_run
-from onescan.experiments.tasks.glue import LOSS, glue_score
+from onescan.experiments.tasks.glue import LOSS, Scoring, glue_columns
 from onescan.experiments.training.config import RunResult
 from onescan.experiments.training.folder import write_json
 from onescan.messages import plural
 
 SUMMARY, PAGE = "summary.json", "report.html"
 HEADS = ("task", "metric", "value", "score")
-NOTE = (
-    "Scores on the published dev sets, after the last training step. A score is the mean of a "
-    "task's metrics, times 100. The average is the mean of the scores. The standard deviation over "
-    "seeds follows \N{PLUS-MINUS SIGN}."
+NOTE = "Scores on the published dev sets, after the last training step, times 100."
+SPREAD = "The standard deviation over seeds follows \N{PLUS-MINUS SIGN}."
+NOTES: Mapping[Scoring, str] = MappingProxyType(
+    {
+        "tasks": "A score is the mean of a task's metrics, and the average is the mean of the "
+        "scores.",
+        "columns": "Scores are the columns of LightNet's Table 2: both accuracies of MNLI, F1 for "
+        "QQP and MRPC, and Pearson's correlation for STS-B. The average is their mean.",
+    }
 )
 SETTING_HEADS = (
     *("task", "initial weights", "examples", "learning rate", "weight decay", "kind of decay"),
@@ -65,14 +70,30 @@ class GlueOutcome:
         names = [name for name in results[0] if name != LOSS]
         return {name: SeedValues(tuple(each[name] for each in results)) for name in names}
 
+    @property
+    def scoring(self) -> Scoring:
+        """What the average is the mean of."""
+        return GLUE[self.recipe].scoring
+
+    def columns(self, task: GlueTask) -> dict[str, SeedValues]:
+        """Return what a task contributes to the average, by the metric in whose row it is shown."""
+        seeds = [glue_columns(run.result.metrics, self.scoring) for run in self.runs[task]]
+        return {name: SeedValues(tuple(each[name] for each in seeds)) for name in seeds[0]}
+
     def score(self, task: GlueTask) -> SeedValues:
-        """Return the mean of a task's metrics."""
-        return scores_of(run.result for run in self.runs[task])
+        """Return the score of a task: the mean of its columns."""
+        return scores_of((run.result for run in self.runs[task]), self.scoring)
 
     def average(self) -> SeedValues:
-        """Return the mean of all tasks' scores, for each seed."""
-        scores = (self.score(task).values for task in self.runs)
-        return SeedValues(tuple(map(statistics.mean, zip(*scores, strict=True))))
+        """Return the mean of all columns, for each seed."""
+        columns = (each.values for task in self.runs for each in self.columns(task).values())
+        return SeedValues(tuple(map(statistics.mean, zip(*columns, strict=True))))
+
+    @property
+    def averaged(self) -> str:
+        """What the average is over, such as "8 tasks" or "9 columns"."""
+        number = sum(len(self.columns(task)) for task in self.runs)
+        return plural(number, self.scoring.removesuffix("s"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as JSON types."""
@@ -87,6 +108,7 @@ class GlueOutcome:
             "seeds": self.seeds,
             "tasks": tasks,
             "average": _to_dict(self.average()),
+            "averaged": self.averaged,
         } | ({"learning_rates": self._rates_to_dict()} if self.tried else {})
 
     def _rates_to_dict(self) -> dict[str, Any]:
@@ -103,14 +125,18 @@ def _to_dict(number: SeedValues) -> dict[str, Any]:
     return {"mean": number.mean, "spread": number.std, "values": list(number.values)}
 
 
-def scores_of(results: Iterable[RunResult]) -> SeedValues:
-    """Return the mean of a task's metrics, for each seed."""
-    return SeedValues(tuple(glue_score(result.metrics) for result in results))
+def scores_of(results: Iterable[RunResult], scoring: Scoring) -> SeedValues:
+    """Return a task's score for each seed."""
+    return SeedValues(tuple(_score(result.metrics, scoring) for result in results))
 
 
-def best_rate(results: Mapping[float, Sequence[RunResult]]) -> float:
+def _score(metrics: dict[str, float], scoring: Scoring) -> float:
+    return statistics.mean(glue_columns(metrics, scoring).values())
+
+
+def best_rate(results: Mapping[float, Sequence[RunResult]], scoring: Scoring = "tasks") -> float:
     """Return the learning rate with the highest mean score; the first of several equal ones."""
-    return max(results, key=lambda rate: scores_of(results[rate]).mean)
+    return max(results, key=lambda rate: scores_of(results[rate], scoring).mean)
 
 
 def read_glue(
@@ -134,8 +160,9 @@ def read_glue(
     runs = {task: tuple(map(read_run, results[task])) for task in PROBLEMS if task in results}
     for each in runs.values():
         check_seeds(each)
+    scoring = GLUE[recipe].scoring
     scores = {
-        task: {rate: scores_of(each) for rate, each in tried[task].items()}
+        task: {rate: scores_of(each, scoring) for rate, each in tried[task].items()}
         for task in PROBLEMS
         if task in tried
     }
@@ -161,16 +188,18 @@ def chosen_note(outcome: GlueOutcome) -> str:
 def table_rows(outcome: GlueOutcome) -> list[tuple[str, str, str, str]]:
     """Return a row for each metric, and the average last.
 
-    The first row of a task holds its name and its score.
+    The first row of a task holds its name. Its score is in the first row too, or each column of the
+    average in the row of its metric.
     """
     rows = []
     for task in outcome.runs:
-        title, score = PROBLEMS[task].title, outcome.score(task).format(2, scale=100)
+        title, columns = PROBLEMS[task].title, outcome.columns(task)
         for name, value in outcome.metrics(task).items():
+            score = columns[name].format(2, scale=100) if name in columns else ""
             rows.append((title, metric_name(name), value.format(4), score))
-            title = score = ""
+            title = ""
     average = outcome.average().format(2, scale=100)
-    return [*rows, (f"average of {plural(len(outcome.runs), 'task')}", "", "", average)]
+    return [*rows, (f"average of {outcome.averaged}", "", "", average)]
 
 
 def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
@@ -195,17 +224,18 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
         + (f" {chosen_note(outcome)}" if outcome.tried else ""),
         cards=_cards(outcome),
         table=fragment("table", [HEADS, *rows, [*average, best(score)]]),
-        note=NOTE,
+        note=f"{NOTE} {NOTES[outcome.scoring]} {SPREAD}",
         sections=[_scores(outcome), _settings(outcome)],
     )
     return page.write(folder / PAGE)
 
 
-def scores_over_training(run: FinishedRun) -> Column:
+def scores_over_training(run: FinishedRun, scoring: Scoring) -> Column:
     """Return the score of each evaluation, in the order of steps."""
     columns = {name: run.column("test", name) for name in run.result.metrics}
     evaluations = zip(*columns.values(), strict=True)
-    return np.array([glue_score(dict(zip(columns, each, strict=True))) for each in evaluations])
+    metrics = (dict(zip(columns, each, strict=True)) for each in evaluations)
+    return np.array([_score(each, scoring) for each in metrics])
 
 
 def _cards(outcome: GlueOutcome) -> list[Card]:
@@ -243,7 +273,7 @@ def _scores(outcome: GlueOutcome) -> Section:
             Figure(
                 "Score of each task",
                 dots,
-                f"Mean of a task's metrics, times 100. {which} Guessing scores 0 on CoLA and "
+                f"Score of each task, times 100. {which} Guessing scores 0 on CoLA and "
                 "STS-B, and more on the others. The axis does not start at 0.",
             ),
             Figure(
@@ -258,7 +288,10 @@ def _scores(outcome: GlueOutcome) -> Section:
 
 def _line(outcome: GlueOutcome, task: GlueTask, color: str) -> Line:
     epochs = outcome.runs[task][0].column("test", "epoch")
-    curves = [(epochs / epochs[-1], 100 * scores_over_training(run)) for run in outcome.runs[task]]
+    curves = [
+        (epochs / epochs[-1], 100 * scores_over_training(run, outcome.scoring))
+        for run in outcome.runs[task]
+    ]
     return seed_line(PROBLEMS[task].title, color, curves, "{:.1f}".format)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from onescan.checkpoint.weights import BEST, WEIGHTS
+from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 from onescan.experiments.recipes import RECIPES, find_recipe
 from onescan.experiments.report import decays, diffusion, images, mixers, texts
 from onescan.experiments.report.format import (
@@ -247,9 +247,16 @@ def _facts(group: RunGroup) -> list[tuple[str, str]]:
     return [
         *facts,
         ("Runs", ", ".join(str(run.result.folder) for run in group.runs)),
-        ("Weights", f"{WEIGHTS} has those of the last step, {BEST} those of the best evaluation"),
+        ("Weights", _weights(group)),
         ("Command", _command(group)),
     ]
+
+
+def _weights(group: RunGroup) -> str:
+    """Describe the files with weights."""
+    text = f"{WEIGHTS} has those of the last step, {BEST} those of the best evaluation"
+    is_raw = group.config.training.reported_weights == "raw"
+    return f"{text}, both as trained; {AVERAGE} has the EMA of the last step" if is_raw else text
 
 
 def _command(group: RunGroup) -> str:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -17,6 +17,8 @@ from onescan.experiments.tasks.sequence_classification import (
 from onescan.shapes import Logits
 
 LOSS = "loss"
+Scoring = Literal["tasks", "columns"]
+ONE_OF_TWO = ("f1", "pearson")  # the metric of tasks with two that a table has one column for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,28 @@ def glue_score(metrics: dict[str, float]) -> float:
     0.5
     """
     return statistics.mean(value for name, value in metrics.items() if name != LOSS)
+
+
+def glue_columns(metrics: dict[str, float], scoring: Scoring) -> dict[str, float]:
+    """Return the metrics of one task that the average over tasks counts, by name.
+
+    Args:
+        metrics: Metrics of the task; the loss is ignored.
+        scoring: "tasks" returns one number, the mean of the task's metrics, under the name of the
+            first one, as in LION's tables. "columns" returns one number for each column of
+            LightNet's Table 2: both accuracies of MNLI, and one metric of each other task, which is
+            F1 for QQP and MRPC and Pearson's correlation for STS-B.
+
+    >>> glue_columns({"accuracy": 0.75, "f1": 0.25, "loss": 9.0}, "columns")
+    {'f1': 0.25}
+    >>> glue_columns({"accuracy": 0.75, "f1": 0.25, "loss": 9.0}, "tasks")
+    {'accuracy': 0.5}
+    """
+    names = [name for name in metrics if name != LOSS]
+    if scoring == "tasks":
+        return {names[0]: glue_score(metrics)}
+    chosen = [name for name in names if name in ONE_OF_TWO]
+    return {name: metrics[name] for name in chosen or names}
 
 
 def compute_metric(metric: Metric, labels: Tensor, predictions: Tensor) -> float:

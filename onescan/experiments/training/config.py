@@ -18,6 +18,7 @@ Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
 AUTO: Literal["auto"] = "auto"
 MAX_WORKERS = 1024
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
+ReportedWeights = Literal["ema", "raw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,11 @@ class TrainingConfig:
     """Gradient norm above which gradients are clipped; None disables clipping."""
     ema_decay: float | None = None
     """Decay rate of an exponential moving average (EMA) of the weights, which is then evaluated and
-    saved in their place; None disables it."""
+    saved in their place (see reported_weights); None disables it."""
+    reported_weights: ReportedWeights = "ema"
+    """Weights to report, with ema_decay: ema evaluates and saves the EMA only. raw evaluates both:
+    the metrics, model.safetensors and best.safetensors are those of the weights as trained, and the
+    EMA adds its own metrics, such as ema_accuracy, and ema.safetensors."""
     seed: int = 0
     """Random seed for initial weights, data order, augmentation and dropped paths."""
     evaluate_every: float = 1.0
@@ -108,6 +113,9 @@ class TrainingConfig:
             raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
+        check_choice("training.reported_weights", self.reported_weights, get_args(ReportedWeights))
+        if self.reported_weights == "raw" and self.ema_decay is None:
+            raise ValueError("training.reported_weights is raw, but requires training.ema_decay")
 
     @property
     def micro_batch_size(self) -> int:

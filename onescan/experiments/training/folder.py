@@ -6,6 +6,7 @@ metrics.jsonl       one line per step and evaluation
 state/step_N/       the training state after N steps, to resume from
 model.safetensors   the weights of the last checkpoint
 best.safetensors    the weights of the best evaluation so far
+ema.safetensors     the EMA of the last checkpoint, in runs that report the weights as trained
 tensorboard/, ...   files of metric trackers
 pictures/step_N.png pictures of evaluations, for tasks that make them
 evaluation.safetensors, result.json   the final evaluation of a finished run; result.json is last
@@ -39,7 +40,7 @@ from onescan.checkpoint.files import (
     writing,
 )
 from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
-from onescan.checkpoint.weights import BEST, WEIGHTS, read_weights, save_weights
+from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS, read_weights, save_weights
 from onescan.experiments.locks import LOCK
 from onescan.experiments.tasks import Evaluation, Task
 from onescan.experiments.training.config import AUTO, Precision, RunConfig, RunResult
@@ -59,8 +60,8 @@ EVALUATION, RESULT = "evaluation.safetensors", "result.json"
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
 # in order of removal: config.json, which marks the folder as a run's, is last
 CONTENTS = (
-    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, METRICS, PICTURES, TENSORBOARD, WANDB, TRACKER_ID),
-    *(TOKENIZER, CONFIG),
+    *(RESULT, EVALUATION, STATE, WEIGHTS, BEST, AVERAGE, METRICS, PICTURES, TENSORBOARD, WANDB),
+    *(TRACKER_ID, TOKENIZER, CONFIG),
 )
 # names of the files that runs write in subfolders; others are never removed
 RUN_FILES = {

@@ -12,7 +12,7 @@ processes, accumulation steps, and micro-batches of a growing batch.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from onescan.allocation import build_on_meta, build_unchecked
 from onescan.checkpoint.files import begin, damaged, partial_of, remove, writing
 from onescan.checkpoint.weights import (
+    AVERAGE,
     BEST,
     REMEDY,
     WEIGHTS,
@@ -91,6 +92,7 @@ from onescan.experiments.training.state import TrainingState, last_state, restor
 from onescan.experiments.training.transfer import AttentionTransfer, Average
 from onescan.messages import printable
 
+OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the weights are reported
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
 EnteredT = TypeVar("EnteredT")
@@ -163,6 +165,7 @@ def train(
             model=model,
             optimizer=build_optimizer(model, settings),
             ema=EMA(model, settings.ema_decay) if settings.ema_decay else None,
+            reports_ema=settings.reported_weights == "ema",
             scaler=build_scaler(precision, device),
         )
         _enter_first(stack, ranks, lambda: locked(folder))
@@ -462,15 +465,14 @@ class Loop:
         self.check_weights()
         self.share_buffers()
         with state.eval_weights():
-            evaluation = evaluate(
-                state.model,
-                self.task,
-                precision=self.precision,
-                workers=choose_workers(self.machine.workers, self.task.test),
-                ranks=self.ranks,
-                progress=self.display.has_bar,
-            )
+            evaluation = self.evaluate_model()
             picture = make_picture(state.model, self.task, precision=self.precision)
+        score = self.task.score(evaluation.metrics)
+        if state.second:
+            with state.second.swapped_into(state.model):
+                average = self.evaluate_model().metrics
+            second = {f"{OF_EMA}{name}": value for name, value in average.items()}
+            evaluation = replace(evaluation, metrics=evaluation.metrics | second)
         self.metrics = evaluation.metrics
         self.numbers |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
@@ -478,11 +480,22 @@ class Loop:
         if self.records and picture is not None:
             self.records.add_picture(picture, step=state.step)
         is_new = state.step > state.evaluated_step
-        if is_new and state.add_score(self.task.score(self.metrics)):
+        if is_new and state.add_score(score):
             self.save_weights(BEST)
         if self.plan.read(state.step) <= self.plan.transfer:
             state.evaluations_without_improvement = 0
         return evaluation
+
+    def evaluate_model(self) -> Evaluation:
+        """Evaluate the weights that the model has now."""
+        return evaluate(
+            self.state.model,
+            self.task,
+            precision=self.precision,
+            workers=choose_workers(self.machine.workers, self.task.test),
+            ranks=self.ranks,
+            progress=self.display.has_bar,
+        )
 
     def save(self) -> None:
         """Save the state to resume from, and the weights."""
@@ -492,12 +505,25 @@ class Loop:
             self.records.sync()
         save_state(self.folder, self.state, self.ranks)
         self.save_weights(WEIGHTS)
+        if self.state.second:
+            with self.state.second.swapped_into(self.state.model):
+                self.save_weights(AVERAGE, OF_EMA)
 
-    def save_weights(self, name: str) -> None:
-        """Write the weights to evaluate to a file, with their metrics if they were evaluated."""
+    def save_weights(self, name: str, prefix: str = "") -> None:
+        """Write the weights to report to a file, with their metrics if they were evaluated.
+
+        Args:
+            name: Name of the file.
+            prefix: Prefix of their metrics, without which these are written.
+        """
         with self.state.eval_weights():
             weights = whole_weights(self.state.model, keep=self.ranks.is_first)
-        known = self.metrics if self.state.evaluated_step == self.state.step else {}
+        is_known = self.state.evaluated_step == self.state.step
+        known = {
+            metric.removeprefix(prefix): value
+            for metric, value in self.metrics.items()
+            if is_known and metric.startswith(OF_EMA) == bool(prefix)
+        }
         notes = {"step": self.state.step, "metrics": known}
         self.ranks.first(lambda: save_weights(self.folder / name, weights, notes))
 

@@ -54,6 +54,8 @@ class TrainingState:
     model: nn.Module
     optimizer: Optimizer
     ema: EMA | None = None
+    reports_ema: bool = True
+    """Whether the EMA is evaluated and saved in place of the weights, if there is one."""
     scaler: GradScaler | None = None
     step: int = 0
     """Optimizer steps so far."""
@@ -78,8 +80,13 @@ class TrainingState:
         return is_best
 
     def eval_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights to evaluate: the EMA, if any."""
-        return self.ema.swapped_into(self.model) if self.ema else nullcontext()
+        """Return a context in which the model has the weights to report: the EMA, if it is."""
+        return self.ema.swapped_into(self.model) if self.ema and self.reports_ema else nullcontext()
+
+    @property
+    def second(self) -> EMA | None:
+        """The EMA, if it is evaluated and saved beside the weights."""
+        return None if self.reports_ema else self.ema
 
     def numbers(self) -> dict[str, Any]:
         """Return all values other than tensors, ready for JSON."""

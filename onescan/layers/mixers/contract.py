@@ -39,6 +39,15 @@ class MixerConfig(ABC):
         """Return the config for block `index` of a model, plural from 0; by default the same."""
         return self
 
+    def init_for_layer(self, mixer: "Mixer", index: int, depth: int) -> None:  # noqa: B027
+        """Prepare a mixer for initial weights that depend on its block; by default, none do.
+
+        Args:
+            mixer: The mixer of block `index`, built from `for_layer(index)`.
+            index: Index of the block, counted from 0.
+            depth: Number of blocks.
+        """
+
     @property
     def state_block(self) -> int | None:
         """Number of tokens per block. A call can continue from the state at the end of any block.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from onescan.checks import check_whole
-from onescan.layers.mixers.contract import MixerConfig
+from onescan.layers.mixers.contract import Mixer, MixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.layers.mixers.softmax import SoftmaxMixerConfig
 from onescan.shapes import Grid
@@ -83,6 +83,10 @@ class HybridMixerConfig(MixerConfig):
         else:
             config = self.linear.for_layer(index - before)
         return config if self.num_heads is None else replace(config, num_heads=self.num_heads)
+
+    def init_for_layer(self, mixer: Mixer, index: int, depth: int) -> None:
+        is_attention = index % self.period == self.offset % self.period
+        (self.attention if is_attention else self.linear).init_for_layer(mixer, index, depth)
 
     def build(self, *, width: int, axes: int) -> NoReturn:
         """Raise ValueError, because a hybrid describes the mixers of all blocks of a model."""

@@ -6,6 +6,7 @@ both mixers, then the attention (Bi-WKV) and the token shift (Q-Shift).
 Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -52,6 +53,12 @@ class VisionRWKVMixerConfig(MixerConfig):
             return self
         return replace(self, part="channel" if index % 2 else "spatial")
 
+    def init_for_layer(self, mixer: Mixer, index: int, depth: int) -> None:
+        assert isinstance(mixer, _ShiftMixer)
+        blocks = 2 if self.part == "alternating" else 1  # of each layer
+        mixer.layer, mixer.layers = index // blocks, max(depth // blocks, 1)
+        mixer.init_weights()
+
     def build(self, *, width: int, axes: int) -> Mixer:
         check_choice("part", self.part, get_args(Part))
         if self.part == "alternating":
@@ -68,10 +75,16 @@ class VisionRWKVMixerConfig(MixerConfig):
 
 
 class _ShiftMixer(Mixer):
-    """Base class of both mixers: inputs are weighted means of a token and its neighbors."""
+    """Base class of both mixers: inputs are weighted means of a token and its neighbors.
+
+    Initial weights depend on the layer l of L, as in RWKV-4, arXiv:2305.13048, App. E, on which
+    Vision-RWKV is based. A mixer without a model is initialized as the first of several layers.
+    """
 
     no_weight_decay = frozenset({"shift_mix"})
     powers: tuple[float, ...]  # initial weights of x for each input: share of the channel ** power
+    offsets: tuple[float, ...]  # what the last layer adds to them
+    layer, layers = 0, 1  # index of the layer, and number of layers, each of two blocks
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
         super().__init__()
@@ -80,10 +93,19 @@ class _ShiftMixer(Mixer):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize as in the first block of the original, in every block."""
+        """Set mu = (channel / D) ** (power (1 - l / L)) + offset l / (L - 1) for each input."""
         channel = torch.arange(self.shift_mix.shape[1], device="cpu")  # not on the meta device
-        share = channel / len(channel)
-        self.shift_mix.copy_(torch.stack([share**power for power in self.powers]))
+        share, left = channel / len(channel), 1 - self.layer / self.layers
+        mixes = [
+            share ** (power * left) + offset * self.passed
+            for power, offset in zip(self.powers, self.offsets, strict=True)
+        ]
+        self.shift_mix.copy_(torch.stack(mixes))
+
+    @property
+    def passed(self) -> float:
+        """Fraction of the layers before this one: 0 in the first layer, 1 in the last."""
+        return self.layer / max(self.layers - 1, 1)
 
     def _shifted(self, x: Hidden, grid: Grid, keep: Keep | None) -> list[Hidden]:
         """Return x mu + Q-Shift(x) (1 - mu) for each input."""
@@ -102,7 +124,7 @@ class SpatialMixer(_ShiftMixer):
     Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
     """
 
-    powers = (0.5, 1, 1)  # r, k, v
+    powers, offsets = (0.5, 1, 1), (0, 0, 0.3)  # r, k, v
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
         super().__init__(config, width)
@@ -119,8 +141,8 @@ class SpatialMixer(_ShiftMixer):
         super().init_weights()
         channel = torch.arange(len(self.decay), device="cpu")
         share = channel / max(len(channel) - 1, 1)
-        self.decay.copy_(8 * share**0.7 - 5)
-        self.bonus.copy_(0.5 * ((channel + 1) % 3 - 1) - 1.2)
+        self.decay.copy_(8 * share ** (0.7 + 1.3 * self.passed) - 5)
+        self.bonus.copy_(0.5 * ((channel + 1) % 3 - 1) + math.log(0.3))
 
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
@@ -144,7 +166,7 @@ class ChannelMixer(_ShiftMixer):
     parameters matches the published one.
     """
 
-    powers = (1, 1)  # r, k
+    powers, offsets = (1, 1), (0, 0)  # r, k
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
         super().__init__(config, width)

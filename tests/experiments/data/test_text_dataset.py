@@ -932,6 +932,42 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path):
         train(run, tmp_path / "run")
 
 
+# Truncated documents
+
+
+def truncated(texts, length):
+    """The rows of texts in their order, one each."""
+    ids = [[*text.encode(), END][:length] for text in texts]
+    return [
+        (row + [END] * (length - len(row)), [0] * len(row) + [-1] * (length - len(row)))
+        for row in ids
+    ]
+
+
+@over_streaming
+def test_without_packing_each_row_begins_one_document(tmp_path, streaming):
+    path = write(tmp_path / "a.txt", *TEXTS)
+    splits = build(path, length=6, packing=False, test_path=path, test_rows=3, **streaming)
+    assert rows(splits.train, seed=None) == truncated(TEXTS, 6)
+    assert rows(splits.test, seed=None) == truncated(TEXTS, 6)[:3]
+    assert len(splits.test) == 3
+    drawn = rows(splits.train, seed=4)
+    assert len(drawn) == len(splits.train) == (9 if streaming else len(TEXTS))
+    assert sorted(drawn[: len(TEXTS)]) == sorted(truncated(TEXTS, 6))
+    assert drawn != rows(splits.train, seed=4, epoch=1)
+    if streaming:
+        assert_resumes(splits.train, seed=4)
+    else:
+        assert whole(splits.train, seed=4, start=2) == whole(splits.train, seed=4)[2:]
+
+
+def test_held_out_documents_are_truncated_one_per_row(tmp_path):
+    path = write(tmp_path / "a.txt", *TEXTS)
+    splits = build(path, length=6, packing=False, test_fraction=0.4, test_rows=2)
+    assert rows(splits.train, seed=None) == truncated(TEXTS[:4], 6)
+    assert rows(splits.test, seed=None) == truncated(TEXTS[4:6], 6)
+
+
 # Framed rows
 
 CLS, SEP = WORDS.index("[CLS]"), WORDS.index("[SEP]")
@@ -980,6 +1016,16 @@ def test_every_part_of_a_document_is_framed_and_no_token_is_lost(
     if not streaming:
         drawn = parts(splits.train, length, seed=4)
         assert sorted(token for part in drawn for token in part) == sorted(stored[0])
+
+
+@over_streaming
+def test_truncated_documents_fill_the_row_with_their_frame(tmp_path, streaming):
+    test = {"test_path": write(tmp_path / "b.txt", *LINES)}
+    data = framed(tmp_path, LINES, length=5, packing=False, **test, **streaming).train
+    for (tokens, documents), line in zip(rows(data, seed=None), LINES, strict=True):
+        words = [WORDS.index(word) for word in line.split()][:3]
+        assert tokens[: len(words) + 2] == [CLS, *words, SEP]
+        assert documents == [0] * (len(words) + 2) + [-1] * (3 - len(words))
 
 
 @over_streaming

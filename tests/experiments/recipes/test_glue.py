@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,24 @@ from torch import nn
 import onescan
 from onescan.cli import main
 from onescan.experiments.data.glue import PROBLEMS, GlueDatasetConfig
-from onescan.experiments.recipes.glue import BATCH_SIZES, FROM_MNLI, GLUE, ORDER, classifier
+from onescan.experiments.recipes.glue import (
+    BATCH_SIZES,
+    FROM_MNLI,
+    GLUE,
+    ORDER,
+    GlueRunsConfig,
+    classifier,
+    plan_glue,
+)
 from onescan.experiments.recipes.language import RECIPES as LANGUAGE
-from onescan.experiments.report.glue import best_rate
+from onescan.experiments.report.glue import GlueOutcome, best_rate, table_rows
+from onescan.experiments.report.runs import FinishedRun
 from onescan.experiments.tasks import Evaluation, GlueConfig
 from onescan.experiments.tasks.glue import compute_metric
 from onescan.experiments.training import RunResult, TrainingConfig, evaluate
-from onescan.experiments.training.folder import read_manifest
+from onescan.experiments.training.folder import Manifest, read_manifest
 from onescan.experiments.training.optim import build_optimizer, learning_rate
+from onescan.inputs.tokenizer import BYTES, TextFormat, load_tokenizer
 
 # Metrics
 
@@ -172,6 +183,74 @@ def test_the_best_rate_has_the_highest_mean_over_seeds():
     assert best_rate({5e-5: result_of(0.5), 4e-5: result_of(0.5)}) == 5e-5
 
 
+# The papers' rows, in the order of ORDER: LightNet's Table 2 prints one number for each column, and
+# LION's Table 10 the mean of a task's metrics.
+LIGHTNET_ROW = {
+    "mnli": {"matched_accuracy": 83.3, "mismatched_accuracy": 83.5},
+    "qnli": {"accuracy": 89.1},
+    "qqp": {"accuracy": 0.0, "f1": 87.7},
+    "rte": {"accuracy": 55.6},
+    "sst2": {"accuracy": 92.9},
+    "mrpc": {"accuracy": 0.0, "f1": 88.5},
+    "cola": {"matthews_correlation": 52.6},
+    "stsb": {"pearson": 86.3, "spearman": 0.0},
+}
+LION_ROW = {
+    "mnli": {"matched_accuracy": 84.0, "mismatched_accuracy": 85.26},
+    "qnli": {"accuracy": 89.80},
+    "qqp": {"accuracy": 91.0, "f1": 88.98},
+    "rte": {"accuracy": 64.33},
+    "sst2": {"accuracy": 92.51},
+    "mrpc": {"accuracy": 88.0, "f1": 91.24},
+    "cola": {"matthews_correlation": 60.42},
+    "stsb": {"pearson": 86.0, "spearman": 87.38},
+}
+
+
+MANIFEST = Manifest(
+    onescan="",
+    run=LANGUAGE["wikitext2_mlm_lion_s"](),
+    format=TextFormat.of(load_tokenizer(BYTES)),
+    class_names=(),
+    examples=1,
+    environments=(),
+)
+
+
+def outcome_of(recipe, row):
+    """Return the outcome of one seed with metrics that are given in percent."""
+    runs = {}
+    for task, metrics in row.items():
+        numbers = {name: value / 100 for name, value in metrics.items()} | {"loss": 1.0}
+        result = RunResult(
+            folder=Path(), evaluation=Evaluation(metrics=numbers, arrays={}), steps=1
+        )
+        runs[task] = (FinishedRun(manifest=MANIFEST, result=result, records=[]),)
+    return GlueOutcome(checkpoint="mlm", recipe=recipe, runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row", "average", "averaged"),
+    [
+        ("lightnet", LIGHTNET_ROW, 79.9, "9 columns"),
+        ("m2_base", LION_ROW, 82.25, "8 tasks"),
+    ],
+)
+def test_an_average_is_that_of_the_papers_table(recipe, row, average, averaged):
+    outcome = outcome_of(recipe, row)
+    digits = 1 if recipe == "lightnet" else 2
+    assert round(100 * outcome.average().mean, digits) == average
+    assert outcome.averaged == outcome.to_dict()["averaged"] == averaged
+
+
+def test_each_column_of_lightnets_table_is_in_the_row_of_its_metric():
+    rows = table_rows(outcome_of("lightnet", LIGHTNET_ROW))
+    scores = [(task, score) for task, _, _, score in rows]
+    assert scores[:2] == [("MNLI", "83.30"), ("", "83.50")]
+    assert scores[3:5] == [("QQP", ""), ("", "87.70")]
+    assert scores[-1] == ("average of 9 columns", "79.94")
+
+
 def test_decoupled_decay_is_scaled_only_by_the_schedule():
     config = TrainingConfig(learning_rate=0.2, weight_decay=0.3, decoupled_weight_decay=True)
     model = nn.Linear(2, 2, bias=False)
@@ -190,6 +269,7 @@ def test_the_papers_pretraining_decays_decoupled():
     recipes = [name for name in LANGUAGE if name.startswith("c4_")]
     assert len(recipes) == 10
     assert all(LANGUAGE[name]().training.decoupled_weight_decay for name in recipes)
+    assert not any(LANGUAGE[name]().data.packing for name in recipes)
 
 
 # The command
@@ -344,6 +424,16 @@ def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, caps
     assert run.training.decoupled_weight_decay is False
     assert run.training.weight_decay == GLUE["hydra"].training("rte").weight_decay
     assert not (tmp_path / "out/mnli").exists()
+
+
+def test_from_scratch_uses_only_the_shape_of_the_checkpoint(folder, tmp_path):
+    options = GlueRunsConfig(tasks=("rte", "cola"), from_scratch=True, path=str(folder / "tables"))
+    runs = plan_glue(options, str(folder / "mlm"), tmp_path)
+    assert [(run.task, run.config.init_from) for run in runs] == [("rte", None), ("cola", None)]
+    given = plan_glue(replace(options, from_scratch=False), str(folder / "mlm"), tmp_path)
+    assert [run.task for run in given] == ["mnli", "rte", "cola"]
+    assert runs[-1].config.model == given[-1].config.model
+    assert runs[-1].config.data.tokenizer == given[-1].config.data.tokenizer
 
 
 @pytest.mark.sampled(2)

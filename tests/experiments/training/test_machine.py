@@ -206,6 +206,32 @@ def test_the_ema_is_evaluated_and_saved(tmp_path):
     assert average.metrics != plain.metrics
 
 
+def test_weights_as_trained_are_reported_beside_the_ema(tmp_path, monkeypatch):
+    scored = []
+    monkeypatch.setattr(
+        ImageClassification, "score", lambda _, metrics: scored.append(metrics) or metrics["loss"]
+    )
+    plain = train(tiny_run(), tmp_path / "plain").metrics
+    average = train(tiny_run(ema_decay=0.99), tmp_path / "average").metrics
+    scored.clear()
+    run = tiny_run(ema_decay=0.99, reported_weights="raw")
+    result = train(run, tmp_path / "both")
+    assert result.metrics == plain | {f"ema_{name}": value for name, value in average.items()}
+    assert scored[-1] == plain  # the best evaluation is that of the weights as trained
+    task = tiny_run().task.build(StripesConfig().build())
+    for path, metrics in (("", plain), ("ema.safetensors", average)):
+        checkpoint = load(tmp_path / "both" / path)
+        assert evaluate(checkpoint.model, task).metrics == checkpoint.metrics == metrics
+    assert load(tmp_path / "both/best.safetensors").metrics.keys() == plain.keys()
+    interrupt(run, tmp_path / "resumed", 7)
+    assert_same(train(run, tmp_path / "resumed"), result)
+
+
+def test_weights_as_trained_are_not_reported_beside_no_ema():
+    with pytest.raises(ValueError, match=r"is raw, but requires training\.ema_decay"):
+        tiny_run(reported_weights="raw")
+
+
 def test_the_best_weights_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(ImageClassification, "score", lambda _, metrics: metrics["loss"])  # worst
     result = train(tiny_run(), tmp_path)

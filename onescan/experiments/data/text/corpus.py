@@ -173,13 +173,20 @@ class CorpusReader:
     cache: bool = False
     frame: Frame | None = None
 
-    def read(self, shards: Sequence[Shard], *names: str, max_tokens: int | None = None) -> Corpus:
+    def read(
+        self,
+        shards: Sequence[Shard],
+        *names: str,
+        max_tokens: int | None = None,
+        max_documents: int | None = None,
+    ) -> Corpus:
         """Tokenize shards, or read them from the cache.
 
         Args:
             shards: The text, in order.
             names: What distinguishes this text from others in the cache.
             max_tokens: Stop after the document in which this number is reached.
+            max_documents: Stop after this number of documents.
 
         Raises:
             ValueError: If a document cannot be read, with `on_error` "raise".
@@ -188,13 +195,15 @@ class CorpusReader:
         sizes, keys = [shard.size for shard in shards], [shard.cache_key for shard in shards]
         is_small = None not in sizes and sum(size or 0 for size in sizes) < MIN_CACHED_BYTES
         if not self.cache or is_small or None in keys:
-            return self._tokenize(shards, max_tokens)
+            return self._tokenize(shards, max_tokens, max_documents)
         tokenizer = self.tokenizer
         name = [*names, tokenizer.name, self.on_error, max_tokens, self.frame]
+        name += [] if max_documents is None else [max_documents]
         folder = cache_folder() / _digest(name)
         key = _digest([VERSION, *name, keys, tokenizer.fingerprint(), tokenizer.end])
         with _locked(folder):
-            return _load(folder, key) or _save(folder, key, self._tokenize(shards, max_tokens))
+            found = _load(folder, key)
+            return found or _save(folder, key, self._tokenize(shards, max_tokens, max_documents))
 
     def check_lengths(self, corpus: Corpus, shards: Sequence[Shard], length: int) -> None:
         """Raise ValueError if a document is longer than a row; the message names its location."""
@@ -203,14 +212,17 @@ class CorpusReader:
             document = next(islice(self._readable(shards, [], []), int(long[0]), None))
             raise_long_document(document, int(corpus.lengths[long[0]]), length)
 
-    def _tokenize(self, shards: Sequence[Shard], max_tokens: int | None) -> Corpus:
+    def _tokenize(
+        self, shards: Sequence[Shard], max_tokens: int | None, max_documents: int | None
+    ) -> Corpus:
         faults: list[str] = []
         blank: list[str] = []
         tokens, lengths = [np.empty(0, self.tokenizer.dtype)], [np.empty(0, np.int64)]
         texts = (document.text for document in self._readable(shards, faults, blank))
         with character_bar("tokenizing") as bar:
             encoded = encode_documents(texts, self.tokenizer, frame=self.frame, show=bar.update)
-            for group in batched(_take(encoded, max_tokens), DOCUMENTS_PER_ARRAY):
+            taken = islice(_take(encoded, max_tokens), max_documents)
+            for group in batched(taken, DOCUMENTS_PER_ARRAY):
                 tokens.append(np.concatenate(group))
                 lengths.append(np.array([len(ids) for ids in group]))
         return Corpus(

@@ -7,7 +7,14 @@ from onescan.checks import check_positive
 from onescan.experiments.data.base import DataConfig, DataSet, OnError, Splits, listed
 from onescan.experiments.data.text.corpus import Corpus, CorpusReader, LongDocuments
 from onescan.experiments.data.text.files import SampleBy
-from onescan.experiments.data.text.packing import PackedText, TextStream, padding_id, text_length
+from onescan.experiments.data.text.packing import (
+    PackedText,
+    TextRows,
+    TextStream,
+    TruncatedText,
+    padding_id,
+    text_length,
+)
 from onescan.experiments.data.text.source import Query, TextSource, find_source
 from onescan.inputs.tokenizer import BYTES, Frame, TextFormat, Tokenizer, load_tokenizer
 
@@ -27,7 +34,7 @@ class TextSplits(Splits):
 
 @dataclass(frozen=True, kw_only=True)
 class TextDatasetConfig(DataConfig):
-    """Text from files or the Hugging Face hub, tokenized and packed into sequences.
+    """Text from files or the Hugging Face hub, tokenized and packed or truncated into sequences.
 
     Files may be parquet, .jsonl, .json, .csv or .tsv; all others are read as plain text in UTF-8.
     All but parquet may be compressed as .gz. Lines end in line feeds, carriage returns, or both. In
@@ -66,9 +73,12 @@ class TextDatasetConfig(DataConfig):
     add_special_tokens: bool = False
     """Add [CLS] before and [SEP] after each document, as in BERT fine-tuning. A document split
     across sequences gets them around each part. For masked language models only."""
+    packing: bool = True
+    """Pack documents into sequences without padding, so that every token is read. Otherwise, each
+    sequence contains one document: its first tokens, padded."""
     long_documents: LongDocuments = "continue"
     """If a document is longer than a sequence, continue it in the next one (continue) or end the
-    run (raise)."""
+    run (raise). Without packing, continue truncates it."""
     on_error: OnError = "raise"
     """On an unreadable document, end the run (raise), or skip and count it (skip)."""
     cache: bool = True
@@ -166,7 +176,7 @@ class _Builder:
         train = self._corpus(self.source, config.train_split)
         found = self._find_test()
         if found is not None:
-            return self._packed(train), self._test_rows(*found)
+            return self._rows(train), self._test_rows(*found)
         cut = _split_point(train, config.test_fraction, config.path)
         held_out = len(train.tokens) - cut
         self.notes.append(
@@ -174,9 +184,9 @@ class _Builder:
             "no test split"
         )
         train, test = train.part(0, cut), train.part(cut, len(train.tokens))
-        if self.frame is not None:
+        if self.frame is not None and config.packing:
             train = train.ended(self.frame.end)  # shuffled rows wrap around
-        return self._packed(train), self._packed(test, self._max_test_tokens)
+        return self._rows(train), self._rows(test, self._max_test_tokens, self._max_test_documents)
 
     def stream(self) -> tuple[DataSet, DataSet]:
         """Open a stream, and tokenize the test text."""
@@ -195,13 +205,20 @@ class _Builder:
             on_error=config.on_error,
             long_documents=config.long_documents,
             frame=self.frame,
+            packing=config.packing,
         )
         return train, self._test_rows(*found)
 
     @property
     def _max_test_tokens(self) -> int | None:
         rows = self.config.test_rows
-        return None if rows is None else rows * text_length(self.config.length, self.frame)
+        if rows is None or not self.config.packing:
+            return None
+        return rows * text_length(self.config.length, self.frame)
+
+    @property
+    def _max_test_documents(self) -> int | None:
+        return None if self.config.packing else self.config.test_rows
 
     def _find_test(self) -> tuple[TextSource, str] | None:
         """Find the test text and its split; None if it is to be held out."""
@@ -225,14 +242,21 @@ class _Builder:
         source.check_split("data.test_split", split)
         return source, split
 
-    def _test_rows(self, source: TextSource, split: str) -> PackedText:
-        corpus = self._corpus(source, split, self._max_test_tokens)
-        return self._packed(corpus, self._max_test_tokens)
+    def _test_rows(self, source: TextSource, split: str) -> TextRows:
+        most = self._max_test_tokens, self._max_test_documents
+        return self._rows(self._corpus(source, split, *most), *most)
 
-    def _corpus(self, source: TextSource, split: str, max_tokens: int | None = None) -> Corpus:
+    def _corpus(
+        self,
+        source: TextSource,
+        split: str,
+        max_tokens: int | None = None,
+        max_documents: int | None = None,
+    ) -> Corpus:
         config, shards = self.config, source.open(split)
         names = source.place, config.name or "", split, config.text_column, config.sample_by
-        corpus = self.reader.read(shards, *names, max_tokens=max_tokens)
+        most = {"max_tokens": max_tokens, "max_documents": max_documents}
+        corpus = self.reader.read(shards, *names, **most)
         if not len(corpus.tokens):
             raise ValueError(f"{source.field} is {source.path!r}, where {split} holds no text")
         for message in corpus.left_out:
@@ -251,11 +275,16 @@ class _Builder:
             self.reader.check_lengths(corpus, shards, config.length)
         return corpus
 
-    def _packed(self, corpus: Corpus, max_tokens: int | None = None) -> PackedText:
+    def _rows(
+        self, corpus: Corpus, max_tokens: int | None = None, max_documents: int | None = None
+    ) -> TextRows:
+        if max_documents is not None and max_documents < len(corpus.ends):
+            max_tokens = int(corpus.ends[max_documents - 1])
         if max_tokens is not None:
             corpus = corpus.part(0, min(max_tokens, len(corpus.tokens)))
         padding, length = padding_id(self.tokenizer), self.config.length
-        return PackedText(corpus=corpus, length=length, padding=padding, frame=self.frame)
+        rows = PackedText if self.config.packing else TruncatedText
+        return rows(corpus=corpus, length=length, padding=padding, frame=self.frame)
 
 
 def _split_point(corpus: Corpus, fraction: float, path: str) -> int:

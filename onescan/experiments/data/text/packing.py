@@ -1,4 +1,4 @@
-"""Documents packed into rows of tokens, tokenized beforehand or while they are streamed."""
+"""Documents in rows of tokens, packed or one each, tokenized beforehand or while streamed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +57,11 @@ def text_length(length: int, frame: Frame | None) -> int:
     return length if frame is None else length - len(frame)
 
 
+def first_tokens(ids: Ids, length: int, frame: Frame | None) -> Ids:
+    """Return the first `length` tokens of a document, the last of which may be the frame's end."""
+    return ids if len(ids) <= length else ids[: length if frame is None else length - 1]
+
+
 def stack_rows(
     rows: Sequence[Sequence[Ids]],
     *,
@@ -71,7 +76,7 @@ def stack_rows(
     which is the label of the last one. If parts are memory-mapped, no other tokens are read.
 
     Args:
-        rows: Parts of documents; with a frame, at most `text_length(length, frame)` tokens per row.
+        rows: Parts of documents, at most `length` tokens per row with their frame.
         length: Tokens per row.
         padding: Id of padding.
         frame: Ids to add before and after each part, unless it already starts or ends with them.
@@ -106,14 +111,8 @@ def _framed(part: Ids, frame: Frame) -> Ids:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedText(DataSet):
-    """Tokenized documents packed into rows.
-
-    In an epoch, documents are shuffled and concatenated to a circle, which is cut into rows from a
-    random offset on; then the rows are shuffled. So every token is in one row of every epoch, and
-    rows differ between epochs, even for a single document. A document cut off at the end of a row
-    continues at the beginning of another. In the stored order, rows are cut from the beginning on.
-    The last row is padded.
+class TextRows(DataSet):
+    """Rows of tokenized documents.
 
     Attributes:
         corpus: The documents.
@@ -129,11 +128,8 @@ class PackedText(DataSet):
     frame: Frame | None = None
     share: Share = WHOLE
 
-    def shared(self, share: Share) -> "PackedText":
+    def shared(self, share: Share) -> "TextRows":
         return replace(self, share=share)
-
-    def __len__(self) -> int:
-        return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [
@@ -143,6 +139,49 @@ class PackedText(DataSet):
             rows, length=self.length, padding=self.padding, frame=self.frame, share=self.share
         )
         return LoadedBatch(batch)
+
+
+class TruncatedText(TextRows):
+    """One document per row: its first tokens, padded. Documents are shuffled in an epoch."""
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.corpus.lengths))
+
+    def examples(
+        self,
+        *,
+        seed: int | None,
+        epoch: int = 0,
+        start: int = 0,
+        repeats: int = 1,
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        del data_state  # rows have random access
+        lengths = self.corpus.lengths
+        documents = np.flatnonzero(lengths)
+        if seed is not None:
+            documents = documents[_order(len(documents), seed, "rows", epoch)]
+        for index in range(start, len(documents)):
+            document = documents[index // repeats]
+            end = int(self.corpus.ends[document])
+            begin = end - int(lengths[document])
+            tokens = first_tokens(self.corpus.tokens[begin:end], self.length, self.frame)
+            example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
+            yield Example(((begin, begin + len(tokens)),), example_seed), None
+
+
+class PackedText(TextRows):
+    """Documents packed into rows.
+
+    In an epoch, documents are shuffled and concatenated to a circle, which is cut into rows from a
+    random offset on; then the rows are shuffled. So every token is in one row of every epoch, and
+    rows differ between epochs, even for a single document. A document cut off at the end of a row
+    continues at the beginning of another. In the stored order, rows are cut from the beginning on.
+    The last row is padded.
+    """
+
+    def __len__(self) -> int:
+        return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
 
     def examples(
         self,
@@ -226,7 +265,7 @@ class StreamedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextStream(DataSet):
-    """Documents tokenized and packed into rows as they are read, shuffled by shards and in blocks.
+    """Documents tokenized and put into rows as they are read, shuffled by shards and in blocks.
 
     After the last shard, all are read again in another order, in rounds, so an epoch may have any
     number of rows. In the stored order, the stream ends with the last shard, and its last row is
@@ -247,6 +286,7 @@ class TextStream(DataSet):
         long_documents: Whether a document longer than a row continues in the next, or raises an
             error.
         frame: Ids to add around each part of a document in a row, if any.
+        packing: Whether documents are packed; otherwise, each row contains the first tokens of one.
         share: Shard of each row to return; see `stack_rows`.
     """
 
@@ -258,6 +298,7 @@ class TextStream(DataSet):
     on_error: OnError
     long_documents: LongDocuments
     frame: Frame | None = None
+    packing: bool = True
     share: Share = WHOLE
 
     def __len__(self) -> int:
@@ -286,7 +327,8 @@ class TextStream(DataSet):
         state, limit = data_state or FIRST, None if seed is None else self.count
         check_data_state(state, FIRST)
         check_data_state({**MARK, **state["mark"]}, MARK)
-        for row, after in self._rows(state, seed, epoch):
+        find_rows = self._rows if self.packing else self._truncated_rows
+        for row, after in find_rows(state, seed, epoch):
             begin = state["row"] * repeats
             end = begin + repeats
             for index in range(max(begin, start), end if limit is None else min(end, limit)):
@@ -318,6 +360,21 @@ class TextStream(DataSet):
         if parts:
             after = {**position, "row": number + 1, "token": used}
             yield StreamedRow(tuple(parts), tuple(failures)), after
+
+    def _truncated_rows(
+        self, state: DataState, seed: int | None, epoch: int
+    ) -> Iterator[tuple[StreamedRow, DataState]]:
+        """Yield a row of each document, with the state after it."""
+        number = state["row"]
+        failures: list[str] = []
+        for ids, position, failed in self._documents(state, seed, epoch):
+            failures += failed
+            if position["token"] or not len(ids):  # it is used up
+                continue
+            number += 1
+            row = StreamedRow((first_tokens(ids, self.length, self.frame),), tuple(failures))
+            yield row, {**position, "row": number, "token": len(ids)}
+            failures = []
 
     def _documents(
         self, state: DataState, seed: int | None, epoch: int
