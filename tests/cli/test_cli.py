@@ -106,6 +106,7 @@ def test_texts_and_progress_are_escaped_for_the_console(monkeypatch, encoding):
     assert r"\u0436" in console("stderr")
 
 
+@pytest.mark.slow
 def test_a_prompt_on_standard_input_in_another_encoding(monkeypatch, capsys):
     argv = ["generate", "zoo/shakespeare_lightnet", "--max-new-tokens", "2", "--prompt", "-"]
 

@@ -229,6 +229,7 @@ def test_a_class_token_may_read_patches_in_the_last_block_only():
         dataclasses.replace(IMAGES, mixer=mixer, depth=2).build()
 
 
+@pytest.mark.slow
 def test_the_command_line_builds_hybrids(monkeypatch):
     started = []
     monkeypatch.setattr(

@@ -437,6 +437,7 @@ def test_language_models_of_a_size_have_about_as_many_parameters():
     assert largest == preset("lightnet_lm_1450m")  # LightNet, Table 4: 1.45B
 
 
+@pytest.mark.slow
 def test_a_cache_grows_with_the_context_and_a_state_does_not():
     options = decode.Options(**LANGUAGE, batch_size=2)
     for tokens in (10, 30):

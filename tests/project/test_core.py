@@ -96,7 +96,7 @@ def test_a_model_is_trained(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "shows"),
     [

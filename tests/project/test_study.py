@@ -276,6 +276,7 @@ def numbers(found):
     return [{**line, "seconds": 0} for line in found.evaluations]
 
 
+@pytest.mark.slow
 def test_runs_with_equal_seeds_are_equal_and_others_differ(tiny, tmp_path):
     first, again = (finish("digits-full-0", tmp_path / name, swept()) for name in "ab")
     other = finish("digits-full-1", tmp_path, swept())

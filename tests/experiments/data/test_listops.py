@@ -55,6 +55,7 @@ def max_args(text):
     return max(done)
 
 
+@pytest.mark.slow
 def test_examples_have_correct_values_and_sizes():
     data, texts = ListOps(), []
     for split, index in product(("train", "val", "test"), range(5)):

@@ -161,6 +161,7 @@ def test_scores_of_a_run_equal_those_of_all_images_at_once(tmp_path, classifier,
     assert (found.sampler, found.steps, found.labels, found.seed) == ("ddim", 2, "uniform", 0)
 
 
+@pytest.mark.slow
 def test_samples_in_an_npz_file_have_the_scores_of_the_run(tmp_path, classifier, denoiser):
     out, pictures = tmp_path / "x.npz", tmp_path / "reference"
     argv = ["--num-images", "12", "--steps", "2", "--guidance-scale", "1.5", "--batch-size", "6"]

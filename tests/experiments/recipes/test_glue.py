@@ -358,6 +358,7 @@ def test_finished_runs_are_not_trained_again(trained, folder, capsys):
     assert "\u00b1" in lines[1]
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_is_evaluated_again(trained, capsys):
     assert main(["evaluate", str(trained / "stsb/seed-0")]) == 0
     out = capsys.readouterr().out
@@ -365,6 +366,7 @@ def test_a_fine_tuned_run_is_evaluated_again(trained, capsys):
     assert f"pearson   {expected['pearson']:.4f}" in out
 
 
+@pytest.mark.slow
 def test_pages_have_scores_settings_and_errors(trained):
     html = (trained / "report.html").read_text()
     assert_loads_nothing(html)
@@ -413,6 +415,7 @@ def test_the_best_of_several_rates_is_reported_as_chosen_on_the_dev_set(folder, 
     assert [cells[0] for cells in by_rate[1:]] == ["STS-B"]
 
 
+@pytest.mark.slow
 def test_without_mnli_all_tasks_start_from_the_checkpoint(folder, tmp_path, capsys):
     write_ruled(tmp_path, "RTE", train=8, dev=4)
     words = ["glue", str(folder / "mlm"), "--path", str(tmp_path), "--out", str(tmp_path / "out")]
@@ -464,6 +467,7 @@ def test_a_broken_table_is_reported_before_training(folder, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_another_run_in_a_later_folder_is_reported_before_training(
     trained, folder, tmp_path, capsys
 ):
@@ -478,6 +482,7 @@ def test_another_run_in_a_later_folder_is_reported_before_training(
     assert not (tmp_path / "cola/seed-5").exists()
 
 
+@pytest.mark.slow
 def test_models_that_are_not_masked_language_models_are_rejected(trained, folder, tmp_path, capsys):
     words = ["--tasks", "cola", "--path", str(folder / "tables")]
     assert main(["glue", str(trained / "cola/seed-0"), *words]) == 2

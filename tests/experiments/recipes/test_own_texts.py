@@ -468,6 +468,7 @@ def python_block(page, word):
     return block
 
 
+@pytest.mark.slow
 def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "texts").mkdir(parents=True)
     (tmp_path / "runs" / "texts" / "seed-0").symlink_to(run)
@@ -484,6 +485,7 @@ def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     assert names["vectors"].shape == (2, 17, 32)
 
 
+@pytest.mark.slow
 def test_new_texts_are_evaluated_as_documented(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     table = rows(40, seed=3)
@@ -535,6 +537,7 @@ def test_texts_are_read_with_the_tokenizer_in_the_run(tmp_path):
     assert tokens.tolist() == [[5, 6], [9, 0]]
 
 
+@pytest.mark.slow
 def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path, capsys):
     blank = [{"body": " "}] * 15
     write_csv(tmp_path / "new.csv", [*blank, {"body": "the rain was cold"}])
@@ -545,6 +548,7 @@ def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path,
     assert "skipped: 5 more" in shown.err
 
 
+@pytest.mark.slow
 def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("the rain")
     write_csv(tmp_path / "other.csv", [{"body": "the rain"}])

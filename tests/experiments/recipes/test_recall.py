@@ -208,6 +208,7 @@ def tiny(**changes):
     return configs.replace(RECALL["recall_lion_s"](), TINY | changes)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_an_epoch_resumes_exactly(tmp_path):
     whole = train(tiny(), tmp_path / "whole")
     with pytest.raises(KilledError):

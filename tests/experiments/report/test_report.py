@@ -135,7 +135,7 @@ def with_config(group, config):
 # The file
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_model_has_a_self_contained_page(html_of, kind):
     html = html_of(KINDS[kind])
@@ -279,7 +279,7 @@ def test_mistakes_come_first_with_their_probability(folders):
         np.testing.assert_array_equal(pixels, (image * 255).round().byte().numpy())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "mistakes"), [(0, 0), (1, 40)])
 def test_perfect_and_useless_models_have_pages(folders, shift, mistakes):
     labels = PatternsConfig().build().test.labels
@@ -326,6 +326,7 @@ def test_speed_waiting_and_memory(folders):
     assert len(speed(unknown).figures) == 2
 
 
+@pytest.mark.slow
 def test_captions_match_the_charts(folders):
     """A running mean is only mentioned where it is drawn, and a log axis only where it is one."""
     (folder,) = folders()
@@ -423,6 +424,7 @@ def edited(folder, to, **parts):
     return to
 
 
+@pytest.mark.slow
 def test_every_machine_of_a_run_is_named(folders, tmp_path):
     def moved(environments):
         later = {"since_step": 1234, "device": "H<1>00", "processes": 8, "commit": "feed"}

@@ -196,6 +196,7 @@ def test_the_best_weights_have_the_least_distance(trained):
     assert best["feature_distance"] == min(line["feature_distance"] for line in tests)
 
 
+@pytest.mark.slow
 def test_each_evaluation_saves_a_picture(trained):
     pictures = read_pictures(trained.folder)
     assert list(pictures) == [90, 180, 270]
@@ -420,6 +421,7 @@ def test_the_default_sampler_depends_on_the_noise():
     assert isinstance(BarsConfig().build(), ImageSplits)
 
 
+@pytest.mark.slow
 def test_denoisers_do_not_classify(trained, tmp_path):
     checkpoint = onescan.load(trained.folder)
     with pytest.raises(ValueError, match="the model is a Denoiser, which generates images"):

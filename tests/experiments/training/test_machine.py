@@ -48,6 +48,7 @@ def losses(folder):
 # Settings that keep the numbers
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_equal_those_of_the_whole_batch(tmp_path):
     whole = train(short_run(), tmp_path / "whole").folder
     parts = train(short_run(gradient_accumulation_steps=4), tmp_path / "parts").folder
