@@ -166,14 +166,15 @@ def cramming_lightnet() -> RunConfig:
 
 
 def cramming_bert() -> RunConfig:
-    """Crammed BERT, the baseline of LightNet's Table 2, trained like cramming_lightnet.
+    """Crammed BERT on pile-uncopyrighted, the baseline of LightNet's Table 2.
 
     onescan train cramming_bert
     onescan glue runs/cramming_bert/seed-0 --recipe lightnet
 
-    The model is that of the published crammed-bert: 16 blocks, gated units with GELU, and no biases
-    in attention. Its positions are sines and cosines, here without Cramming's learned factor.
-    Fine-tuning has no dropout of attention weights. It has not been run yet.
+    It is trained like cramming_lightnet. The model is the published crammed-bert: 16 blocks, gated
+    units with GELU, and no biases in attention. Its positions are sines and cosines, here without
+    Cramming's learned factor. Fine-tuning has no dropout of attention weights. It has not been run
+    yet.
     """
     return _cramming("bert", "crammed_bert")
 

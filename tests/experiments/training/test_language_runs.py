@@ -108,8 +108,14 @@ TOKENIZERS = {  # tokens of each
     "openai-community/gpt2": 50257,
     "google-bert/bert-base-uncased": 30522,
     "JonasGeiping/crammed-bert": 32768,
+    "FacebookAI/roberta-base": 50265,
 }
-PADDED = {50257: (50265, 50272), 30522: (), 32768: ()}  # LightNet's causal language models
+PADDED = {
+    50257: (50265, 50272),
+    30522: (),
+    32768: (),
+    50265: (),
+}  # LightNet's causal language models
 
 
 @pytest.mark.sampled(10)
