@@ -1,6 +1,7 @@
 """Train LightNet, two of its ablations and a DiT of equal size on CIFAR-10, and compare samples.
 
 python benchmarks/generation.py FOLDER                     small models, for a CPU
+python benchmarks/generation.py FOLDER --scaling           LightNet alone, in 6 sizes
 python benchmarks/generation.py FOLDER --full --steps 0    the recipes unchanged, for a GPU
 
 FOLDER contains CIFAR-10 as parquet files. First a classifier is trained, whose features give the
@@ -30,6 +31,16 @@ CLASSIFIER = "cifar10_lightnet"
 # of equal size within a percent; 8 x 8 patches
 SMALL = {"width": 96, "depth": 4, "patch_size": (4, 4), "init_std": 0.1}
 SMALL_DIT = SMALL | {"depth": 3}
+# as in LightNet's Figure 4, which has four sizes of models and three of patches
+SCALING = {
+    f"{LIGHTNET}/width-{width}-patch-{patch}": {
+        "width": width,
+        "mixer.num_heads": width // 32,
+        "patch_size": (patch, patch),
+    }
+    for width in (32, 64, 128)
+    for patch in (8, 4)
+}
 SMALL_CLASSIFIER = {"width": 96, "depth": 4, "drop_path": 0.0, "init_std": 0.1}
 TRAINING_IMAGES = 50_000
 
@@ -48,6 +59,8 @@ class Options:
     """Number of evaluations of each candidate."""
     seeds: tuple[int, ...] = (0, 1)
     """Random seeds; trains one run per seed."""
+    scaling: bool = False
+    """Train LightNet alone, in three widths and with two sizes of patches."""
     full: bool = False
     """Use the recipes' own model and batch sizes."""
     images: int = 512
@@ -85,7 +98,7 @@ def prepare(name: str, options: Options, classifier: Path) -> RunConfig:
         "task.sampler.steps": options.sampler_steps,
     }
     if not options.full:
-        sizes = SMALL_DIT if name == DIT else SMALL
+        sizes = SMALL_DIT if name == DIT else SMALL | SCALING.get(name, {})
         changes |= {f"model.{field}": value for field, value in sizes.items()}
         changes |= {
             "training.batch_size": 32,
@@ -95,7 +108,8 @@ def prepare(name: str, options: Options, classifier: Path) -> RunConfig:
         }
     if options.steps:
         changes["training.steps"] = options.steps
-    run = configs.replace(find_recipe(name)(), changes)
+    recipe = find_recipe(LIGHTNET if name in SCALING else name)
+    run = configs.replace(recipe(), changes)
     per_epoch = TRAINING_IMAGES // run.training.batch_size
     epochs = options.steps / per_epoch if options.steps else run.training.epochs
     return configs.replace(run, {"training.evaluate_every": epochs / options.evaluations})
@@ -117,8 +131,11 @@ def deviation(values: list[float]) -> float:
 
 
 def main(options: Options) -> None:
+    if options.scaling and options.full:
+        raise SystemExit("--scaling trains small models, and --full those of the recipes")
     classifier = train_classifier(options)
-    runs = {name: prepare(name, options, classifier.folder) for name in CANDIDATES}
+    names = tuple(SCALING) if options.scaling else CANDIDATES
+    runs = {name: prepare(name, options, classifier.folder) for name in names}
     results: dict[str, list[RunResult]] = {name: [] for name in runs}
     for seed in options.seeds:  # all candidates first, so that one seed is a comparison too
         for name, run in runs.items():
@@ -126,7 +143,7 @@ def main(options: Options) -> None:
             folder = options.out / name.replace("/", "_") / f"seed-{seed}"
             results[name].append(train(replace(run, training=training), folder, progress=True))
     found = {name: distances(seeds) for name, seeds in results.items()}
-    steps = list(found[LIGHTNET])
+    steps = list(found[names[0]])
     rows = [["feature distance", *(f"step {step}" for step in steps), "classified as requested"]]
     figure = Figure(figsize=(7, 5), layout="constrained")
     axis = figure.subplots()
