@@ -46,7 +46,9 @@ CONFIGS = {
     "diffusion, causal": LinearDiffusionMixerConfig(direction="forward"),
     "diffusion, free": LinearDiffusionMixerConfig(kernel="free", separable=True, kernels=None),
     "diffusion, free, causal": LinearDiffusionMixerConfig(kernel="free", direction="forward"),
-    "diffusion, dense": LinearDiffusionMixerConfig(kernel="dense", kernels=5, tokens=12),
+    "diffusion, dense": LinearDiffusionMixerConfig(
+        kernel="dense", kernels=5, tokens=12, linear_attention=False
+    ),
     "window": SoftmaxMixerConfig(direction="forward", window=3),
     "retnet": LionMixerConfig(rotary=True, normalize="none", direction="forward"),
 }

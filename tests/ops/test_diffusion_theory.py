@@ -152,7 +152,7 @@ def learned_diffusion(kind, tokens, *, scale, seed):
         diffusion = DenseDiffusion([1.0], tokens, epsilon=1e-4)
     else:
         diffusion = FreeDiffusion(
-            [1.0], max_sigma=8.0, epsilon=1e-4, causal=kind == "causal", scheme="explicit",
+            [1.0], max_sigma=2.0, epsilon=1e-4, causal=kind == "causal", scheme="explicit",
             form="auto",
         )  # fmt: skip
     g = torch.Generator().manual_seed(seed)
