@@ -57,9 +57,9 @@ def export_program(
     """Trace a model with torch.export; the program has the model's inputs and outputs.
 
     An image classifier takes `images` of any batch size, and of any size that is divisible into at
-    least two patches per side; with absolute positions, only of the default size. Other models take
-    `tokens` of any batch size and length, and the extra inputs. A causal language model returns
-    only logits.
+    least two patches per side; with absolute positions or dense diffusion kernels, only of the
+    default size. Other models take `tokens` of any batch size and length, and the extra inputs. A
+    causal language model returns only logits.
 
     Args:
         model: A classifier or language model in evaluation mode.
@@ -239,7 +239,8 @@ def _inputs_of(model: Any, extra_inputs: tuple[ExtraInput, ...]) -> tuple[list[s
 def _images_of(model: ImageClassifier, batch: Any) -> tuple[Tensor, dict[int, Any]]:
     config = model.config
     place = next(model.parameters())
-    if isinstance(config.position, AbsolutePositionConfig):
+    is_fixed = isinstance(config.position, AbsolutePositionConfig)
+    if is_fixed or not config.mixer.fits_any_grid:
         images = place.new_zeros(BATCH, config.channels, *config.image_size)
         return images, {0: batch}
     axes = len(config.patch_size)

@@ -275,7 +275,8 @@ class TimmImageClassifier(ImageClassifier):
         """Change the default image size, and resize a table of absolute positions to it.
 
         Raises:
-            ValueError: If patches do not divide the size, or patch_size differs from the model's.
+            ValueError: If patches do not divide the size, patch_size differs from the model's, or
+                the mixer's weights fit one size only.
         """
         axes = len(self.config.image_size)
         if patch_size is not None and _sizes(patch_size, axes) != self.config.patch_size:
@@ -285,6 +286,9 @@ class TimmImageClassifier(ImageClassifier):
             return
         size = _sizes(img_size, axes)
         grid = Grid(self.patchify.grid_shape((self.in_chans, *size)), prefix=self.prefix)
+        if size != self.config.image_size and not self.config.mixer.fits_any_grid:
+            expected = f"expected {self.config.image_size}, which the mixer's weights fit"
+            raise ValueError(f"img_size is {img_size}, {expected}")
         if isinstance(self.position, AbsolutePosition):
             with torch.no_grad():
                 nothing = self.position.table.new_zeros(1, grid.tokens, self.embed_dim)

@@ -129,13 +129,14 @@ class Denoiser(nn.Module):
         if config.num_classes:
             self.label = LabelEmbedding(config.num_classes, width, dropout=config.label_dropout)
         self.position = None
+        grid = Grid(shape, prefix=self.prefix)
         if config.position is not None:
-            grid = Grid(shape, prefix=self.prefix)
             self.position = config.position.build(width=width, grid=grid)
         in_norms = config.condition == "adaln_zero"
         self.blocks, self.lower_bounds = build_blocks(
             config.depth, width, kind=ConditionedBlock if in_norms else Block, axes=len(shape),
-            mixer=config.mixer, mlp=config.mlp, norm=config.norm, mlp_norm_eps=config.mlp_norm_eps,
+            mixer=config.mixer.for_grid(grid), mlp=config.mlp, norm=config.norm,
+            mlp_norm_eps=config.mlp_norm_eps,
         )  # fmt: skip
         self.norm = build_norm(config.norm, width, affine=not in_norms)
         self.modulation = Modulation(width, 2) if in_norms else None

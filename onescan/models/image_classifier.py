@@ -155,11 +155,11 @@ class ImageClassifier(nn.Module):
         shape = self.patchify.grid_shape((config.channels, *config.image_size))
         self.class_token = _token(width) if config.pool in WITH_CLASS_TOKEN else None
         self.position = None
+        grid = Grid(shape, prefix=self.prefix)
         if config.position is not None:
-            grid = Grid(shape, prefix=self.prefix)
             self.position = config.position.build(width=width, grid=grid)
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth, width, axes=len(shape), mixer=config.mixer, mlp=config.mlp,
+            config.depth, width, axes=len(shape), mixer=config.mixer.for_grid(grid), mlp=config.mlp,
             norm=config.norm, norm_eps=config.norm_eps, drop_path=config.drop_path,
         )  # fmt: skip
         self.norm = build_norm(config.norm, width, eps=config.norm_eps)

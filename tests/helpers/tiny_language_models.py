@@ -84,6 +84,18 @@ OPTIONS = {
         ),
         "position": None,
     },
+    "ldn, free kernels": {
+        "mixer": LinearDiffusionMixerConfig(
+            num_heads=3,
+            direction="forward",
+            kernel="free",
+            kernels=None,
+            sigmas=(1.0,),
+            max_sigma=2.0,
+        ),
+        "mlp": None,
+        "position": PLACES,
+    },
     "hybrid": {
         "mixer": HybridMixerConfig(
             linear=LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 8.0)),

@@ -111,6 +111,13 @@ CAUSAL = {
         "mlp": None,
         "position": PLACES,
     },
+    "ldn free": {
+        "mixer": LinearDiffusionMixerConfig(
+            num_heads=2, direction="forward", kernel="free", kernels=None, **NEAR
+        ),
+        "mlp": None,
+        "position": PLACES,
+    },
 }
 HYBRID = {
     "mixer": HybridMixerConfig(
@@ -254,8 +261,17 @@ def test_an_image_program_takes_any_batch_and_size(name):
         assert_near(program(images), model(images))
 
 
-def test_absolute_positions_have_one_size_and_any_batch():
-    model = image_classifier(position=AbsolutePositionConfig())
+DENSE = LinearDiffusionMixerConfig(num_heads=2, kernel="dense")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "fields",
+    [{"position": AbsolutePositionConfig()}, {"mixer": DENSE, "mlp": None, "pool": "mean"}],
+    ids=["absolute positions", "dense diffusion"],
+)
+def test_some_models_have_one_size_and_any_batch(fields):
+    model = image_classifier(**fields)
     program = export_program(model).module()
     for batch in (1, 3, 4):
         images = torch.randn(batch, 1, 12, 8)

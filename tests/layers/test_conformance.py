@@ -44,13 +44,18 @@ CONFIGS = {
         direction="forward", conv_size=3, lrpe=False, decay_logits="offset", value_width=2
     ),
     "diffusion, causal": LinearDiffusionMixerConfig(direction="forward"),
+    "diffusion, free": LinearDiffusionMixerConfig(kernel="free", separable=True, kernels=None),
+    "diffusion, free, causal": LinearDiffusionMixerConfig(kernel="free", direction="forward"),
+    "diffusion, dense": LinearDiffusionMixerConfig(
+        kernel="dense", kernels=5, tokens=12, linear_attention=False
+    ),
     "window": SoftmaxMixerConfig(direction="forward", window=3),
     "retnet": LionMixerConfig(rotary=True, normalize="none", direction="forward"),
 }
 ONE_AXIS = ("window", "retnet")
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_mixer_passes(name):
     config = dataclasses.replace(CONFIGS[name], num_heads=2)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from inspect import unwrap
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +13,25 @@ from projections import equal_parts
 
 from onescan.layers.basic import MLPConfig
 from onescan.layers.block import Block
-from onescan.layers.mixers import LightNetMixerConfig, LinearDiffusionMixerConfig
-from onescan.layers.mixers.linear_diffusion import Diffusion, LinearAttention, LocalUpdate
+from onescan.layers.mixers import (
+    HybridMixerConfig,
+    LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
+)
+from onescan.layers.mixers import linear_diffusion as mixer_module
+from onescan.layers.mixers.linear_diffusion import (
+    DenseDiffusion,
+    FreeDiffusion,
+    GaussianDiffusion,
+    LinearAttention,
+    LocalUpdate,
+)
 from onescan.layers.position import AbsolutePositionConfig
+from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
 from onescan.ops.linear_diffusion import IMPLEMENTATIONS
+from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Grid
 
 WIDTH, HEADS = 12, 3
@@ -39,6 +54,7 @@ def built(axes=1, **fields):
 
 
 SMALL = {"sigmas": (1.0, 2.0)}
+DENSE = {"kernel": "dense", "tokens": 7}
 
 
 def kernel_of(diffusion, size):
@@ -218,7 +234,7 @@ def test_each_block_begins_one_width_further():
 def test_at_first_a_step_is_half_of_the_longest_stable_one():
     fields = {"sigmas": [2.0], "max_sigma": 8.0, "epsilon": 1e-4, "causal": False, "form": "auto"}
     for scheme, share in (("explicit", 0.999 / 2), ("crank_nicolson", math.log(2))):
-        diffusion = Diffusion(**fields, scheme=scheme)
+        diffusion = GaussianDiffusion(**fields, scheme=scheme)
         weights = diffusion.weights()
         longest = 1 / (weights.sum() - weights[0, diffusion.radius])
         torch.testing.assert_close(diffusion.dt(weights), share * longest[None])
@@ -343,6 +359,18 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
         ({"epsilon": 0.0}, "epsilon is 0.0"),
         ({"epsilon": 1.0}, "epsilon is 1.0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"kernel": "cubic"}, "kernel 'cubic' is unknown; available: gaussian, free, dense"),
+        ({"tokens": 9}, "tokens is 9 with kernel='gaussian', expected None"),
+        ({"kernel": "free", "tokens": 9}, "tokens is 9 with kernel='free', expected None"),
+        ({"kernel": "dense"}, "tokens is None with kernel='dense'"),
+        ({"kernel": "dense", "tokens": 0}, "tokens is 0"),
+        ({**DENSE, "kernels": 13}, "kernels is 13, expected at most the width 12"),
+        ({**DENSE, "kernels": 0}, "kernels is 0"),
+        ({**DENSE, "epsilon": 0.0}, "epsilon is 0.0"),
+        ({**DENSE, "direction": "forward"}, "direction is 'forward' with kernel='dense', expected"),
+        ({**DENSE, "separable": True}, "separable is True with kernel='dense', expected False"),
+        ({**DENSE, "scheme": "crank_nicolson"}, "scheme is 'crank_nicolson' with kernel='dense'"),
+        ({**DENSE, "form": "fft"}, "form is 'fft' with kernel='dense', expected 'auto'"),
         ({"scheme": "euler"}, "scheme 'euler' is unknown; available: explicit, crank_nicolson"),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown"),
         ({"activation": "relu"}, "activation 'relu' is unknown .*; available: gelu, silu, tanh"),
@@ -404,7 +432,17 @@ def test_a_models_forms_predict_alike(separable):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("fields", [{}, {"separable": True}, {"scheme": "crank_nicolson"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"separable": True},
+        {"scheme": "crank_nicolson"},
+        {"kernel": "free", "kernels": None},
+        {"kernel": "dense", "kernels": 3},
+    ],
+    ids=str,
+)
 def test_an_ldn_classifier_compiles_whole(fields):
     torch.compiler.reset()
     mixer = LinearDiffusionMixerConfig(num_heads=2, **fields)
@@ -471,6 +509,148 @@ def test_a_part_that_is_off_has_no_parameters(row, names):
     assert {name.partition(".")[0] for name, _ in mixer.named_parameters()} == names
 
 
+def softplus(x):
+    return (1 + x.exp()).log()
+
+
+def pair_weights(diffusion, tokens):
+    """K of each kernel, [H, T, T], pair by pair, and the sums that bound its step."""
+    if isinstance(diffusion, DenseDiffusion):
+        kernel = softplus(diffusion.raw_kernel) * (1 - torch.eye(tokens).double())
+        return kernel, torch.stack([max(row.sum() for row in rows) for rows in kernel])
+    raw, radius = diffusion.raw_weight, diffusion.radius
+    lags = [*range(1, radius + 1)]
+    if not diffusion.causal:
+        lags = [-lag for lag in lags[::-1]] + lags
+    assert raw.shape[1] == len(lags)
+    weights = [dict(zip(lags, softplus(row).unbind(), strict=True)) for row in raw]
+    nothing = torch.zeros((), dtype=raw.dtype)
+    kernel = torch.stack([
+        torch.stack([
+            torch.stack([row.get(t - s, nothing) for s in range(tokens)]) for t in range(tokens)
+        ])
+        for row in weights
+    ])  # fmt: skip
+    return kernel, torch.stack([sum(row.values()) for row in weights])
+
+
+def moved_token_by_token(diffusion, h, keep):
+    """h_t + dt sum_s K_ts (h_s - h_t) over the real tokens s; each kernel has some channels."""
+    kernel, largest = pair_weights(diffusion, h.shape[1])
+    dt = 0.999 * torch.sigmoid(diffusion.raw_step) / largest
+    shares = []
+    for k, step, share in zip(kernel, dt, h.tensor_split(len(kernel), dim=-1), strict=True):
+        rows = []
+        for t in range(h.shape[1]):
+            flow = torch.zeros_like(share[:, t])
+            for s in range(h.shape[1]):
+                flow = flow + k[t, s] * (share[:, s] - share[:, t]) * keep[:, s, None]
+            rows.append(share[:, t] + step * flow)
+        shares.append(torch.stack(rows, dim=1))
+    return torch.cat(shares, dim=-1) * keep.unsqueeze(-1)
+
+
+ALONE = {"local_update": False, "linear_attention": False}
+LEARNED = {
+    "free": {"kernel": "free", "max_sigma": 1.5},
+    "free, per head": {"kernel": "free", "kernels": None},
+    "free, causal": {"kernel": "free", "kernels": 2, "direction": "forward", "max_sigma": 1.5},
+    "dense": DENSE,
+    "dense, shares of 3, 3, 2, 2 and 2 channels": {**DENSE, "kernels": 5},
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_kernels_match_the_definition_token_by_token(name, masked):
+    mixer = built(**LEARNED[name], **ALONE, sigmas=(1.0,))
+    (diffusion,) = mixer.diffusions
+    h = tokens(2, 7)
+    keep = torch.rand(2, 7) < 0.7 if masked else torch.ones(2, 7, dtype=torch.bool)
+    h = (h * keep.unsqueeze(-1)).requires_grad_()
+    leaves, weight = [h, *mixer.parameters()], tokens(2, 7)
+    want = moved_token_by_token(diffusion, h, keep)
+    wanted = [want, *torch.autograd.grad((want * weight).sum(), leaves)]
+    change, _ = mixer(h, Grid((7,)), keep=keep if masked else None)
+    got = (h + change) * keep.unsqueeze(-1)
+    computed = [got, *torch.autograd.grad((got * weight).sum(), leaves)]
+    computed[1], wanted[1] = computed[1] * keep[..., None], wanted[1] * keep[..., None]
+    assert len(leaves) == 3
+    for one, other in zip(computed, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_learned_kernels_start_as_gaussians_of_at_least_epsilon():
+    fields = {"epsilon": 1e-3, "causal": False, "scheme": "explicit", "form": "auto"}
+    gaussian = GaussianDiffusion([1.0, 2.0], max_sigma=4.0, **fields).weights()
+    free = FreeDiffusion([1.0, 2.0], max_sigma=4.0, **fields)
+    radius = free.radius
+    want = gaussian.clamp(min=1e-3).index_fill(1, torch.tensor([radius]), 0)
+    torch.testing.assert_close(free.weights(), want)
+    dense = DenseDiffusion([1.0, 2.0], 6, epsilon=1e-3)
+    lag = torch.arange(6)[:, None] - torch.arange(6)
+    torch.testing.assert_close(dense.weights(), want[:, radius + lag])
+    for diffusion in (free, dense):
+        for parameter in diffusion.parameters():
+            assert parameter.ndim == 1 or [*diffusion.no_weight_decay] == [
+                name for name, p in diffusion.named_parameters() if p is parameter
+            ]
+
+
+def test_free_kernels_of_each_axis_are_its_own():
+    mixer = built(axes=2, separable=True, kernel="free", kernels=None, **ALONE)
+    h, grid = tokens(2, 14), Grid((3, 4), prefix=2)
+    want = h[:, 2:].unflatten(1, grid.shape)
+    for axis, diffusion in enumerate(mixer.diffusions, start=1):
+        lines = want.movedim(axis, -2).flatten(0, 1)
+        every = torch.ones(lines.shape[:2], dtype=torch.bool)
+        moved = moved_token_by_token(diffusion, lines, every)
+        want = moved.view(want.movedim(axis, -2).shape).movedim(-2, axis)
+    torch.testing.assert_close(h + mixer(h, grid)[0], torch.cat([h[:, :2], want.flatten(1, 2)], 1))
+
+
+def test_dense_kernels_leave_the_prefix_as_it_is_and_refuse_other_sizes():
+    mixer = built(axes=2, kernel="dense", tokens=6, **ALONE)
+    h, grid = tokens(2, 8), Grid((2, 3), prefix=2)
+    change, _ = mixer(h, grid)
+    assert (change[:, :2] == 0).all()
+    torch.testing.assert_close(change[:, 2:], mixer(h[:, 2:], Grid((2, 3)))[0])
+    with pytest.raises(ValueError, match="x has 8 tokens without the prefix, but kernel='dense'"):
+        mixer(h, Grid((2, 4)))
+    with pytest.raises(ValueError, match="keep was given with kernel='dense'"):
+        mixer.config.check_padding(grid)
+
+
+def test_dense_kernels_refuse_several_ranks(monkeypatch):
+    mixer = built(**DENSE, **ALONE)
+    monkeypatch.setattr(mixer_module, "sequence_group", lambda _: Mock(SequenceGroup, size=2))
+    with pytest.raises(ValueError, match="group has 2 ranks, but kernel='dense' runs on one"):
+        mixer(tokens(1, 7), Grid((7,)))
+
+
+def test_models_of_grids_tell_dense_kernels_their_number_of_tokens():
+    dense = LinearDiffusionMixerConfig(num_heads=2, kernel="dense", kernels=5)
+    hybrid = HybridMixerConfig(linear=dense, attention=LightNetMixerConfig(num_heads=2), period=2)
+    denoiser = DenoiserConfig(image_size=(4, 6), width=24, depth=1, num_classes=3, mixer=dense)
+    for config, count in (
+        (small(mixer=dense), 16),
+        (small(mixer=dense, pool="class_token"), 16),
+        (small(mixer=hybrid, image_size=(4, 8)), 8),
+        (denoiser, 6),
+    ):
+        model = config.build()
+        (diffusion,) = model.blocks[0].mixer.diffusions
+        assert diffusion.raw_kernel.shape == (5, count, count)
+        assert not config.mixer.fits_any_grid
+        assert config.mixer.for_grid(Grid((4, 2))) != config.mixer
+    model = small(mixer=dense).build()
+    assert model(torch.zeros(1, 1, 8, 8)).shape == (1, 5)
+    with pytest.raises(ValueError, match="x has 32 tokens without the prefix, but"):
+        model(torch.zeros(1, 1, 8, 16))
+    with pytest.raises(ValueError, match="tokens is None with kernel='dense'"):
+        MaskedLMConfig(width=24, depth=1, mixer=dense).build()
+
+
 def test_what_a_new_layer_begins_with():
     config = LinearDiffusionMixerConfig(num_heads=HEADS, input_residual=True)
     mixer = config.build(width=WIDTH, axes=1)
@@ -488,7 +668,7 @@ def test_what_a_new_layer_begins_with():
 def test_a_first_width_next_to_a_bound_can_still_be_learnt():
     for sigma in (0.25001, 31.99999):
         mixer = built(sigmas=(sigma,), max_sigma=32.0)
-        diffusion = Diffusion(
+        diffusion = GaussianDiffusion(
             [sigma], max_sigma=32.0, epsilon=1e-4, causal=False, scheme="explicit", form="auto"
         )
         assert diffusion.sigma().item() == pytest.approx(sigma, rel=0.05)

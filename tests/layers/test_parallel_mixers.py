@@ -103,6 +103,7 @@ MIXERS = {
         "causal": replace(DIFFUSION, {"direction": "forward", "norm": "rms"}),
         "embedding": replace(DIFFUSION, {"input_residual": True, "linear_attention": False}),
         "no diffusion": replace(DIFFUSION, {"diffusion": False, "direction": "forward"}),
+        "free": replace(DIFFUSION, {"kernel": "free", "direction": "forward"}),
     },
 }
 GRIDS = {
@@ -120,7 +121,11 @@ GRIDS = {
         "vim": MambaMixerConfig(state_size=3, prefix_position="middle"),
     },
     "softmax": {"softmax": SoftmaxMixerConfig(num_heads=HEADS)},
-    "diffusion": {"flat": DIFFUSION, "separable": replace(DIFFUSION, {"separable": True})},
+    "diffusion": {
+        "flat": DIFFUSION,
+        "separable": replace(DIFFUSION, {"separable": True}),
+        "free": replace(DIFFUSION, {"separable": True, "kernel": "free"}),
+    },
 }
 
 
@@ -132,6 +137,7 @@ PACKED = {
     "delta": replace(DELTA, {"conv_size": None}),
     "kda, forward": replace(KDA, {"conv_size": None, "direction": "forward"}),
     "diffusion": DIFFUSION,
+    "diffusion, free": replace(DIFFUSION, {"kernel": "free"}),
     "window": MIXERS["softmax"]["softmax, window 3, causal False"],
     "window, causal": MIXERS["softmax"]["softmax, window 3, causal True"],
 }

@@ -152,5 +152,26 @@ def test_ablations_have_the_published_number_of_parameters(name, ablation, print
     if (name, ablation) == ("lightnet_base", "without_lrpe"):
         assert (printed, round(counted, 2)) == (87.69, 87.73)
         return
-    digits = 1 if name == "lightnet_tiny" else 0 if name.startswith("lightnet_lm") else 2
+    digits = 1 if name == "lightnet_tiny" else 2
+    if name.startswith(("lightnet_lm", "ldn")):
+        digits = 0
     assert round(counted, digits) == pytest.approx(round(printed, digits))
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "printed"), [("base", 12, 52), ("large", 24, 181), ("huge", 32, 373)]
+)
+def test_three_dense_kernels_per_block_give_ldn_its_printed_size(size, depth, printed):
+    """Gaussians have 4 parameters per block: two weights, a width and a step."""
+    gaussian, dense = (
+        sum(p.numel() for p in built_on_meta(f"ldn_{size}", row).parameters())
+        for row in ({}, ABLATIONS["dense_kernel"])
+    )
+    assert dense - gaussian == depth * (3 * 196**2 + 3 - 4)
+    assert round(dense / 1e6) == printed
+    assert round(gaussian / 1e6) != printed
+
+
+def built_on_meta(name, changes):
+    with torch.device("meta"):
+        return preset(name, **changes).build()

@@ -43,6 +43,7 @@ CAUSAL = {
     "mamba": MambaMixerConfig(direction="forward"),
     "rwkv6": RWKV6MixerConfig(direction="forward"),
     "linear diffusion": LinearDiffusionMixerConfig(direction="forward", separable=False),
+    "linear diffusion, free": LinearDiffusionMixerConfig(direction="forward", kernel="free"),
     "softmax": SoftmaxMixerConfig(direction="forward"),
 }
 over_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)

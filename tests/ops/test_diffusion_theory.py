@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onescan.layers.mixers.linear_diffusion import MAX_STEP_FRACTION, MIN_SIGMA, Diffusion
+from onescan.layers.mixers.linear_diffusion import (
+    MAX_STEP_FRACTION,
+    MIN_SIGMA,
+    DenseDiffusion,
+    FreeDiffusion,
+    GaussianDiffusion,
+)
 from onescan.ops.linear_diffusion import (
     IMPLEMENTATIONS,
     SOLVERS,
@@ -120,7 +126,7 @@ def test_the_l2_norm_may_grow_where_the_kernel_is_not_symmetric():
 )
 def test_no_parameters_leave_the_bound(logits, causal, tokens):
     """A token keeps at least a thousandth of itself, whatever has been learnt."""
-    diffusion = Diffusion(
+    diffusion = GaussianDiffusion(
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=causal, scheme="explicit", form="auto"
     )
     names = ["raw_sigma", "raw_past", "raw_future", "raw_step"]
@@ -140,9 +146,50 @@ def test_no_parameters_leave_the_bound(logits, causal, tokens):
     assert all(torch.isfinite(p.grad).all() for p in [x, *diffusion.parameters()])
 
 
+def learned_diffusion(kind, tokens, *, scale, seed):
+    """Diffusion whose kernel is learned weight by weight, with random parameters."""
+    if kind == "dense":
+        diffusion = DenseDiffusion([1.0], tokens, epsilon=1e-4)
+    else:
+        diffusion = FreeDiffusion(
+            [1.0], max_sigma=2.0, epsilon=1e-4, causal=kind == "causal", scheme="explicit",
+            form="auto",
+        )  # fmt: skip
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in diffusion.parameters():
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=g))
+    return diffusion
+
+
+@pytest.mark.parametrize("kind", ["both", "causal", "dense"])
+@settings(max_examples=12)
+@given(tokens=st.integers(1, 40), scale=st.sampled_from([0.1, 3, 1e3, 1e6]), seed=st.integers(0))
+def test_no_learned_kernel_leaves_the_bound(kind, tokens, scale, seed):
+    """Sec. 4.4: constants are preserved, and the largest value never grows."""
+    diffusion = learned_diffusion(kind, tokens, scale=scale, seed=seed % 1000)
+    (operator,) = diffusion(torch.eye(tokens).unsqueeze(0))
+    assert operator.min() >= 0
+    assert operator.diagonal().min() > (1 - MAX_STEP_FRACTION) / 2
+    torch.testing.assert_close(operator.sum(-1), torch.ones(tokens))
+    x = torch.randn(2, tokens, 3, requires_grad=True)
+    keep = torch.rand(2, tokens) < 0.7
+    for masks in ({}, {"keep": keep}):
+        real = keep.unsqueeze(-1) if masks else torch.ones(2, tokens, 1, dtype=torch.bool)
+        start = x.detach().masked_fill(~real, 0)
+        moved = diffusion(start, **masks).masked_fill(~real, 0)
+        assert (moved.amax(1) <= start.amax(1).clamp(min=0) * (1 + 1e-5)).all()
+        assert (moved.amin(1) >= start.amin(1).clamp(max=0) * (1 + 1e-5)).all()
+        ones = real.expand(-1, -1, 3).float()
+        same = diffusion(ones, **masks).masked_fill(~real, 0)
+        torch.testing.assert_close(same, ones)
+    diffusion(x).square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in [x, *diffusion.parameters()])
+
+
 @pytest.mark.parametrize("raw", [-30.0, -40.0, -45.0, -50.0, -60.0, -70.0, -90.0])
 def test_gradients_stay_finite_where_a_kernel_all_but_vanishes(raw):
-    diffusion = Diffusion(
+    diffusion = GaussianDiffusion(
         [1.0], max_sigma=8.0, epsilon=1e-4, causal=False, scheme="explicit", form="auto"
     )
     with torch.no_grad():

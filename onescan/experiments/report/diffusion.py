@@ -35,7 +35,11 @@ from onescan.experiments.report.plots import (
     to_svg,
 )
 from onescan.experiments.report.runs import RunGroup
-from onescan.layers.mixers.linear_diffusion import Diffusion, LinearDiffusionMixer
+from onescan.layers.mixers.linear_diffusion import (
+    Diffusion,
+    GaussianDiffusion,
+    LinearDiffusionMixer,
+)
 from onescan.messages import plural
 from onescan.models.image_classifier import ImageClassifier
 from onescan.ops.linear_diffusion import diffusion_operator, stable_step
@@ -82,7 +86,7 @@ class DiffusionLine(NamedTuple):
     @property
     def kernels(self) -> int:
         """Number of kernels of each block."""
-        return len(self.learned[0].raw_past)
+        return len(self.learned[0].raw_step)
 
     @property
     def implicit(self) -> bool:
@@ -92,7 +96,7 @@ class DiffusionLine(NamedTuple):
     @property
     def bidirectional(self) -> bool:
         """Whether tokens ahead take part."""
-        return self.learned[0].raw_future is not None
+        return not self.learned[0].causal
 
     @property
     def middle(self) -> int:
@@ -118,6 +122,8 @@ def section(group: RunGroup) -> Section:
         return Section(TITLE, lead="Not shown: this is not an image classifier of LDN mixers.")
     if not mixers[0].config.diffusion:
         return Section(TITLE, lead="Not shown: this model was built without diffusion.")
+    if mixers[0].config.is_dense:
+        return Section(TITLE, lead="Not shown: dense kernels do not depend on a distance.")
     if len(patch_grid(model)) != len(IMAGE_DIRECTIONS):
         return Section(TITLE, lead="Not shown: the figures need images with two axes.")
     lines, (rows, columns) = diffusion_lines(model), patch_grid(model)
@@ -130,7 +136,7 @@ def section(group: RunGroup) -> Section:
     shares = [influence(line, line.middle) for line in lines]
     figures = [
         _kernel_figure(lines),
-        _width_figure(lines),
+        *_width_figures(lines),
         _step_figure(lines),
         _distance_figure(lines, shares),
         _influence_figure(lines, shares),
@@ -370,10 +376,15 @@ def _kernel_chart(
     )
 
 
-def _width_figure(lines: Sequence[DiffusionLine]) -> Figure:
-    def width(diffusions: Sequence[Diffusion]) -> PerBlock:
-        return torch.stack([each.sigma() for each in diffusions]).double().numpy()
+def _width_figures(lines: Sequence[DiffusionLine]) -> list[Figure]:
+    """Return the figure of the widths of Gaussians; none if kernels are no Gaussians."""
 
+    def width(diffusions: Sequence[Diffusion]) -> PerBlock:
+        gaussians = [each for each in diffusions if isinstance(each, GaussianDiffusion)]
+        return torch.stack([each.sigma() for each in gaussians]).double().numpy()
+
+    if not isinstance(lines[0].learned[0], GaussianDiffusion):
+        return []
     widths = [(width(line.learned), width(line.initial)) for line in lines]
     limits = float(np.min(widths)) / 1.3, float(np.max(widths)) * 1.3
 
@@ -382,12 +393,13 @@ def _width_figure(lines: Sequence[DiffusionLine]) -> Figure:
         axes.set_ylabel(f"sigma, {lines[0].nouns}" + log_scale(axes))
 
     charts = [_dots(*each, "kernel widths", finish) for each in widths]
-    return Figure(
+    figure = Figure(
         "Kernel width",
         _panels(lines, charts),
         "Standard deviation of each block's Gaussian kernel. At this distance, a token has 61% of "
         f"the weight of a nearby one.{_dots_meaning(lines[0].kernels)}",
     )
+    return [figure]
 
 
 def _step_figure(lines: Sequence[DiffusionLine]) -> Figure:

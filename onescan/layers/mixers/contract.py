@@ -48,6 +48,15 @@ class MixerConfig(ABC):
             depth: Number of blocks.
         """
 
+    def for_grid(self, grid: Grid) -> "MixerConfig":
+        """Return the config for a model whose tokens usually lie on `grid`; by default the same."""
+        return self
+
+    @property
+    def fits_any_grid(self) -> bool:
+        """Whether a mixer's weights fit grids of other sizes than the one given to `for_grid`."""
+        return True
+
     @property
     def state_block(self) -> int | None:
         """Number of tokens per block. A call can continue from the state at the end of any block.

@@ -51,6 +51,14 @@ class HybridMixerConfig(MixerConfig):
     def skips_padding(self) -> bool:
         return self.linear.skips_padding and self.attention.skips_padding
 
+    @property
+    def fits_any_grid(self) -> bool:
+        return self.linear.fits_any_grid and self.attention.fits_any_grid
+
+    def for_grid(self, grid: Grid) -> MixerConfig:
+        mixers = (self.linear.for_grid(grid), self.attention.for_grid(grid))
+        return replace(self, linear=mixers[0], attention=mixers[1])
+
     def check_padding(self, grid: Grid) -> None:
         self.linear.check_padding(grid)
         self.attention.check_padding(grid)

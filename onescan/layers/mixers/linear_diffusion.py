@@ -5,6 +5,7 @@ parts (Sec. 3.3), and the cross-attention of its decoder (Sec. 3.6).
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_choice, check_positive, check_whole
 from onescan.layers.basic import NormName, build_norm
 from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
@@ -34,11 +35,14 @@ from onescan.ops.linear_diffusion import (
     next_state,
     stable_step,
 )
+from onescan.ops.linear_diffusion.kernel import longest_step
 from onescan.ops.numerics import (
+    disable_autocast,
+    product_dtype,
     to_accumulation_dtype,
 )
 from onescan.ops.packing import Packing
-from onescan.ops.parallel import sequence_group, sequence_parallel
+from onescan.ops.parallel import refuse_group, sequence_group, sequence_parallel
 from onescan.shapes import (
     DiffusionKernels,
     Grid,
@@ -46,6 +50,7 @@ from onescan.shapes import (
     Keep,
     Memory,
     MemoryMask,
+    Operators,
     StepSizes,
 )
 
@@ -56,6 +61,7 @@ MAX_STEP_FRACTION = 0.999
 MAX_RADIUS = 1 << 20  # longer than any sequence
 MAX_SIGMA_LOGIT = 5.0
 
+KernelName = Literal["gaussian", "free", "dense"]
 ActivationName = Literal["gelu", "silu", "tanh"]
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -81,15 +87,25 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
     separable: bool = False
     """Diffuse along one axis of the grid after another, instead of in row-major order as in the
     paper."""
-    kernels: int = 1
-    """Number of diffusion kernels, each for an equal share of the channels; 1 in the paper."""
+    kernel: KernelName = "gaussian"
+    """What the weights of diffusion depend on: "gaussian" on the distance by a formula, "free" on
+    the distance, with a learned weight for each lag, and "dense" on both tokens, with a learned
+    weight for each pair of tokens of a grid of one size. The paper leaves it open; all start as
+    Gaussians."""
+    kernels: int | None = 1
+    """Number of diffusion kernels, each for an equal share of the channels; 1 in the paper. None is
+    one per head. Shares of dense kernels may differ by one channel."""
+    tokens: int | None = None
+    """Number of tokens of the grid, only for dense kernels, which have a weight for each pair.
+    Models of images and other grids set it to that of their default size."""
     sigmas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
     """Initial standard deviations in tokens, assigned to kernels cyclically. The cycle is shifted
     by one in each block."""
     max_sigma: float = 32.0
     """Upper bound of the learned standard deviations."""
     epsilon: float = 1e-4
-    """Kernels are cut off where their widest Gaussian falls below this value."""
+    """Kernels are cut off where their widest Gaussian falls below this value. Free and dense
+    kernels start with at least this weight."""
     scheme: Scheme = "explicit"
     """Time-stepping scheme; see `linear_diffusion`. With "crank_nicolson", the largest absolute
     value of the tokens may grow, although the scheme is stable for any step."""
@@ -108,8 +124,17 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
 
     @property
     def prefix_reads_grid(self) -> bool:
-        mixes_all = self.linear_attention or (self.diffusion and not self.separable)
-        return mixes_all and not self.is_causal
+        diffuses = self.diffusion and not self.separable and not self.is_dense
+        return (self.linear_attention or diffuses) and not self.is_causal
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether diffusion has a weight for each pair of tokens."""
+        return self.diffusion and self.kernel == "dense"
+
+    @property
+    def fits_any_grid(self) -> bool:
+        return not self.is_dense
 
     @property
     def normalizes_input(self) -> bool:
@@ -122,9 +147,10 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
     @property
     def takes(self) -> frozenset[str]:
         is_explicit = self.scheme == "explicit" and self.form != "fft" and not self.separable
+        is_local = is_explicit and not self.is_dense
         arguments = {
             "embedding": self.local_update or self.input_residual,
-            "cu_seqlens": is_explicit or not self.diffusion,
+            "cu_seqlens": is_local or not self.diffusion,
         }
         return frozenset(name for name, is_taken in arguments.items() if is_taken)
 
@@ -133,6 +159,11 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         return self.diffusion
 
     def check_padding(self, grid: Grid) -> None:
+        if self.is_dense:
+            raise ValueError(
+                "keep was given with kernel='dense', whose weights fit grids of one size; expected "
+                "another kernel"
+            )
         if self.diffusion and not self.separable and len(grid.shape) > 1:
             raise ValueError(
                 "keep was given with separable=False, where padding changes the distance between "
@@ -143,11 +174,25 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         first = index % max(len(self.sigmas), 1)
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])
 
+    def for_grid(self, grid: Grid) -> "LinearDiffusionMixerConfig":
+        if not self.is_dense or self.tokens is not None:
+            return self
+        return replace(self, tokens=grid.tokens - grid.prefix)
+
     def build(self, *, width: int, axes: int) -> "LinearDiffusionMixer":
         self.check_direction()
         self.head_width(width)  # raises if num_heads does not divide the width
-        check_positive(kernels=self.kernels)
-        if width % self.kernels:
+        check_choice("kernel", self.kernel, get_args(KernelName))
+        if self.kernels is not None:
+            check_positive(kernels=self.kernels)
+        if self.kernel == "dense":
+            self._check_dense(width)
+        elif self.tokens is not None:
+            raise ValueError(
+                f"tokens is {self.tokens} with kernel={self.kernel!r}, expected None: only dense "
+                "kernels have a fixed number of tokens"
+            )
+        elif self.kernels is not None and width % self.kernels:
             raise ValueError(f"width {width} is not a multiple of kernels {self.kernels}")
         if not self.sigmas:
             raise ValueError("sigmas is (), expected at least one initial standard deviation")
@@ -170,6 +215,42 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         if self.scheme != "explicit" and self.form == "fft":
             raise ValueError("form is 'fft' with scheme='crank_nicolson', which has none")
         return LinearDiffusionMixer(self, width, axes)
+
+    def _check_dense(self, width: int) -> None:
+        """Raise ValueError for fields that do not fit dense kernels."""
+        expected = {"direction": "both", "separable": False, "scheme": "explicit", "form": "auto"}
+        for name, value in expected.items():
+            if (given := getattr(self, name)) != value:
+                raise ValueError(
+                    f"{name} is {given!r} with kernel='dense', expected {value!r}: each token "
+                    "reads all others, in one product"
+                )
+        if self.kernels is not None and self.kernels > width:
+            raise ValueError(f"kernels is {self.kernels}, expected at most the width {width}")
+        if self.tokens is None:
+            raise ValueError(
+                "tokens is None with kernel='dense', which has a weight for each pair of tokens; "
+                "expected their number (models of grids set it, models of text do not)"
+            )
+        check_whole(1, tokens=self.tokens)
+        gaussian_radius(self.max_sigma, self.epsilon)  # raises if one is out of range
+
+    def build_diffusion(self) -> "Diffusion | DenseDiffusion":
+        """Build the diffusion along one line of tokens."""
+        count = self.num_heads if self.kernels is None else self.kernels
+        sigmas = [self.sigmas[i % len(self.sigmas)] for i in range(count)]
+        if self.kernel == "dense":
+            assert self.tokens is not None
+            return DenseDiffusion(sigmas, self.tokens, epsilon=self.epsilon)
+        kind = FreeDiffusion if self.kernel == "free" else GaussianDiffusion
+        return kind(
+            sigmas,
+            max_sigma=self.max_sigma,
+            epsilon=self.epsilon,
+            causal=self.is_causal,
+            scheme=self.scheme,
+            form=self.form,
+        )
 
 
 class LinearDiffusionState(NamedTuple):
@@ -197,14 +278,7 @@ class LinearDiffusionMixer(Mixer):
         super().__init__()
         self.config = config
         self.diffusions = nn.ModuleList(
-            Diffusion(
-                [config.sigmas[i % len(config.sigmas)] for i in range(config.kernels)],
-                max_sigma=config.max_sigma,
-                epsilon=config.epsilon,
-                causal=config.is_causal,
-                scheme=config.scheme,
-                form=config.form,
-            )
+            config.build_diffusion()
             for _ in range((axes if config.separable else 1) if config.diffusion else 0)
         )
         self.norm = build_norm(config.norm, width)
@@ -277,8 +351,13 @@ class LinearDiffusionMixer(Mixer):
     ) -> Hidden:
         """Return the tokens after one step of each diffusion.
 
-        If `separable`, prefix tokens are unchanged.
+        If `separable` or with dense kernels, prefix tokens are unchanged.
         """
+        if self.config.is_dense:
+            (diffusion,) = self.diffusions
+            real = None if keep is None else keep[:, grid.prefix :]
+            h = diffusion(x[:, grid.prefix :], keep=real)
+            return torch.cat([x[:, : grid.prefix], h], dim=1) if grid.prefix else h
         if not self.config.separable:
             (diffusion,) = self.diffusions
             return diffusion(x, keep=keep, cu_seqlens=cu_seqlens, state=state)
@@ -302,12 +381,70 @@ class LinearDiffusionMixer(Mixer):
         return torch.cat([x[:, : grid.prefix], h.flatten(1, len(grid.shape))], dim=1)
 
 
-class Diffusion(nn.Module):
-    """h + dt (K h - diag(K 1) h), K_ts = phi(t - s) exp(-(t - s)^2 / 2 sigma^2).
+class Diffusion(nn.Module, ABC):
+    """h + dt (K h - diag(K 1) h), with weights K_ts that depend on the distance t - s.
+
+    Each kernel is applied to its share of the channels. For every value of the parameters, an
+    explicit step is between 0 and the bound of Sec. 4.4.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3.
+
+    Attributes:
+        radius: Largest distance with a weight, R.
+        causal: Whether each token reads only earlier tokens.
+        raw_step: Logit of the step of each kernel, [H].
+    """
+
+    raw_step: nn.Parameter
+
+    def __init__(self, radius: int, *, causal: bool, scheme: Scheme, form: Form) -> None:
+        super().__init__()
+        self.radius, self.causal, self.scheme, self.form = radius, causal, scheme, form
+
+    @abstractmethod
+    def weights(self) -> DiffusionKernels:
+        """Return the current kernels, for lags t - s = -R ... R."""
+
+    def forward(
+        self,
+        x: Hidden,
+        *,
+        keep: Keep | None = None,
+        cu_seqlens: Packing | None = None,
+        state: DiffusionState | None = None,
+    ) -> Hidden:
+        """Return the tokens after one step."""
+        weights = self.weights()
+        moved = linear_diffusion(
+            x.unflatten(-1, (len(weights), -1)), weights, self.dt(weights),
+            scheme=self.scheme, keep=keep, cu_seqlens=cu_seqlens, state=state, form=self.form,
+        )  # fmt: skip
+        return moved.flatten(-2)
+
+    def next_state(
+        self, x: Hidden, keep: Keep | None, state: DiffusionState | None
+    ) -> DiffusionState:
+        """Return the state after these tokens, for the next call."""
+        heads = x.unflatten(-1, (len(self.raw_step), -1))
+        return next_state(state, heads, keep, radius=self.radius)
+
+    def dt(self, weights: DiffusionKernels) -> StepSizes:
+        """Return the step of each kernel.
+
+        In the explicit scheme, it is a fraction of the longest stable step. In implicit schemes, it
+        can be any multiple of that step.
+        """
+        (step,) = to_accumulation_dtype(self.raw_step)
+        if self.scheme == "explicit":
+            return MAX_STEP_FRACTION * torch.sigmoid(step) * stable_step(weights)
+        return F.softplus(step) * stable_step(weights)
+
+
+class GaussianDiffusion(Diffusion):
+    """Diffusion with K_ts = phi(t - s) exp(-(t - s)^2 / 2 sigma^2).
 
     phi = softplus(raw_past) for t > s and softplus(raw_future) for t < s. The parametrization
-    guarantees MIN_SIGMA < sigma < max_sigma, and explicit steps between 0 and the bound of Sec.
-    4.4. Each kernel is applied to its share of the channels.
+    guarantees MIN_SIGMA < sigma < max_sigma.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
 
@@ -330,15 +467,10 @@ class Diffusion(nn.Module):
         scheme: Scheme,
         form: Form,
     ) -> None:
-        super().__init__()
-        self.max_sigma, self.scheme, self.form = max_sigma, scheme, form
+        radius = kernel_radius(max_sigma, epsilon)
+        super().__init__(radius, causal=causal, scheme=scheme, form=form)
+        self.max_sigma = max_sigma
         fractions = [sigma_fraction(sigma, max_sigma) for sigma in sigmas]
-        self.radius = gaussian_radius(max_sigma, epsilon)
-        if self.radius > MAX_RADIUS:
-            raise ValueError(
-                f"max_sigma is {max_sigma}, which makes a kernel reach {self.radius} tokens; "
-                f"expected at most {MAX_RADIUS}"
-            )
         # Clamp, because the gradient of the sigmoid vanishes for large logits.
         logits = torch.tensor(fractions, dtype=torch.float64).logit()
         logits = logits.clamp(-MAX_SIGMA_LOGIT, MAX_SIGMA_LOGIT)
@@ -346,35 +478,9 @@ class Diffusion(nn.Module):
         one = math.log(math.e - 1)  # where softplus is 1
         self.raw_past = nn.Parameter(torch.full((len(sigmas),), one))
         self.raw_future = None if causal else nn.Parameter(torch.full((len(sigmas),), one))
-        self.raw_step = nn.Parameter(
-            torch.zeros(len(sigmas))
-        )  # initially half of the longest stable step
-
-    def forward(
-        self,
-        x: Hidden,
-        *,
-        keep: Keep | None = None,
-        cu_seqlens: Packing | None = None,
-        state: DiffusionState | None = None,
-    ) -> Hidden:
-        """Return the tokens after one step."""
-        weights = self.weights()
-        moved = linear_diffusion(
-            x.unflatten(-1, (len(weights), -1)), weights, self.dt(weights),
-            scheme=self.scheme, keep=keep, cu_seqlens=cu_seqlens, state=state, form=self.form,
-        )  # fmt: skip
-        return moved.flatten(-2)
-
-    def next_state(
-        self, x: Hidden, keep: Keep | None, state: DiffusionState | None
-    ) -> DiffusionState:
-        """Return the state after these tokens, for the next call."""
-        heads = x.unflatten(-1, (len(self.raw_past), -1))
-        return next_state(state, heads, keep, radius=self.radius)
+        self.raw_step = initial_step(len(sigmas))
 
     def weights(self) -> DiffusionKernels:
-        """Return the current kernels, for lags t - s = -R ... R."""
         (past,) = to_accumulation_dtype(self.raw_past)
         if self.raw_future is None:
             future = torch.zeros_like(past)
@@ -388,16 +494,146 @@ class Diffusion(nn.Module):
         (logit,) = to_accumulation_dtype(self.raw_sigma)
         return MIN_SIGMA * (self.max_sigma / MIN_SIGMA) ** torch.sigmoid(logit)
 
-    def dt(self, weights: DiffusionKernels) -> StepSizes:
-        """Return the step of each kernel.
 
-        In the explicit scheme, it is a fraction of the longest stable step. In implicit schemes, it
-        can be any multiple of that step.
-        """
+class FreeDiffusion(Diffusion):
+    """Diffusion with K_ts = softplus(raw_weight) of the lag t - s: a learned weight for each lag.
+
+    raw_weight has shape [H, 2R], for the lags -R ... -1 and 1 ... R, or [H, R] if causal, for the
+    positive ones. Weights start as those of `GaussianDiffusion`, but at least epsilon, because the
+    gradient of softplus vanishes with its value.
+
+    Source: LDN, arXiv:2502.12381, Sec. 3.3, which asks for a "learnable diffusion kernel" and for
+    softplus; that every lag is learned is our choice.
+
+    Args:
+        sigmas: Standard deviation of the Gaussian that each kernel starts as, in tokens.
+        max_sigma: With epsilon, it sets the radius, as in `GaussianDiffusion`.
+        epsilon: Smallest initial weight.
+        causal: Whether each token reads only earlier tokens.
+        scheme: As in `linear_diffusion`.
+        form: As in `linear_diffusion`.
+    """
+
+    no_weight_decay = frozenset({"raw_weight"})
+
+    def __init__(
+        self,
+        sigmas: Sequence[float],
+        *,
+        max_sigma: float,
+        epsilon: float,
+        causal: bool,
+        scheme: Scheme,
+        form: Form,
+    ) -> None:
+        radius = kernel_radius(max_sigma, epsilon)
+        super().__init__(radius, causal=causal, scheme=scheme, form=form)
+        past = torch.arange(1, radius + 1)
+        lags = past if causal else torch.cat([-past.flip(0), past])
+        self.raw_weight = nn.Parameter(initial_weights(sigmas, lags, epsilon))
+        self.raw_step = initial_step(len(sigmas))
+
+    def weights(self) -> DiffusionKernels:
+        (raw,) = to_accumulation_dtype(self.raw_weight)
+        weights = F.softplus(raw)
+        if self.causal:
+            return F.pad(weights, (self.radius + 1, 0))
+        future, past = weights.chunk(2, dim=1)
+        return torch.cat([future, F.pad(past, (1, 0))], dim=1)
+
+
+class DenseDiffusion(nn.Module):
+    """h + dt (K h - diag(K 1) h) with K = softplus(raw_kernel): a weight for each pair of tokens.
+
+    raw_kernel has shape [H, T, T]; its diagonal has no effect. Each kernel is applied to its share
+    of the channels, and its step to all tokens: MAX_STEP_FRACTION sigmoid(raw_step) times the bound
+    of Sec. 4.4, 1 / max_t sum_s K_ts. Weights start as those of `FreeDiffusion` along the order of
+    the tokens. A step takes O(T^2), and its weights fit sequences of T tokens only.
+
+    Source: LDN, arXiv:2502.12381, Sec. 4.4, which has K in R^(T x T); that all of its entries are
+    learned is our choice.
+
+    Args:
+        sigmas: Standard deviation of the Gaussian that each kernel starts as, in tokens.
+        tokens: Number of tokens, T.
+        epsilon: Smallest initial weight.
+    """
+
+    no_weight_decay = frozenset({"raw_kernel"})
+
+    def __init__(self, sigmas: Sequence[float], tokens: int, *, epsilon: float) -> None:
+        super().__init__()
+        self.tokens = tokens
+        place = torch.arange(tokens)
+        lags = place.unsqueeze(1) - place
+        self.raw_kernel = nn.Parameter(initial_weights(sigmas, lags, epsilon))
+        self.raw_step = initial_step(len(sigmas))
+
+    def forward(self, x: Hidden, *, keep: Keep | None = None) -> Hidden:
+        """Return the tokens after one step; masked tokens, which must be 0, are not read."""
+        if (group := sequence_group(None)) is not None:
+            refuse_group(group, "kernel='dense'", "its weights fit the tokens of one process")
+        if x.shape[1] != self.tokens:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens without the prefix, but kernel='dense' has weights for "
+                f"{self.tokens}"
+            )
+        with disable_autocast(x):
+            rates = self.rates()
+            factors = rates.to(product_dtype(x))
+            rates = factors.to(rates.dtype)  # row sums are those of the rounded weights
+            if keep is None:
+                row_sums = rates.sum(-1).unsqueeze(1)  # H 1 T
+            else:
+                row_sums = keep.to(rates.dtype) @ rates.mT  # H B T
+            shares = x.to(factors.dtype).tensor_split(len(rates), dim=-1)
+            moved = [
+                torch.addcmul(factor @ share, 1 - row_sum.unsqueeze(-1), share)
+                for factor, row_sum, share in zip(factors, row_sums, shares, strict=True)
+            ]
+            return torch.cat(moved, dim=-1).to(x.dtype)
+
+    def weights(self) -> Operators:
+        """Return the current kernels K, without their diagonals."""
+        (raw,) = to_accumulation_dtype(self.raw_kernel)
+        own = torch.eye(self.tokens, dtype=torch.bool, device=raw.device)
+        return F.softplus(raw).masked_fill(own, 0)
+
+    def rates(self) -> Operators:
+        """Return dt K, whose row sums are below 1."""
+        weights = self.weights()
+        longest = longest_step(weights.sum(-1).amax(-1), terms=self.tokens)
         (step,) = to_accumulation_dtype(self.raw_step)
-        if self.scheme == "explicit":
-            return MAX_STEP_FRACTION * torch.sigmoid(step) * stable_step(weights)
-        return F.softplus(step) * stable_step(weights)
+        dt = MAX_STEP_FRACTION * torch.sigmoid(step) * longest
+        return dt[:, None, None] * weights
+
+
+def initial_step(kernels: int) -> nn.Parameter:
+    """Return logits of half of the longest stable step."""
+    return nn.Parameter(torch.zeros(kernels))
+
+
+def initial_weights(sigmas: Sequence[float], lags: Tensor, epsilon: float) -> Tensor:
+    """Return what softplus maps to Gaussians of the lags, at least epsilon; one for each sigma."""
+    distance = lags.double()
+    gaussians = [(-0.5 * (distance / sigma).square()).exp() for sigma in sigmas]
+    weights = torch.stack(gaussians).clamp(min=epsilon)
+    return weights.expm1().log().to(torch.get_default_dtype())
+
+
+def kernel_radius(max_sigma: float, epsilon: float) -> int:
+    """Return the radius of kernels that depend on the distance.
+
+    Raises:
+        ValueError: If an argument is out of range, or the radius is longer than any sequence.
+    """
+    radius = gaussian_radius(max_sigma, epsilon)
+    if radius > MAX_RADIUS:
+        raise ValueError(
+            f"max_sigma is {max_sigma}, which makes a kernel reach {radius} tokens; "
+            f"expected at most {MAX_RADIUS}"
+        )
+    return radius
 
 
 def sigma_fraction(sigma: float, max_sigma: float) -> float:

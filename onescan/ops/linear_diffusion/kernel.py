@@ -103,7 +103,12 @@ def stable_step(weights: DiffusionKernels) -> StepSizes:
     (weights,) = to_accumulation_dtype(weights)
     middle = weights.shape[-1] // 2
     row_sum = weights[..., :middle].sum(-1) + weights[..., middle + 1 :].sum(-1)
-    rounding = (weights.shape[-1] + 2) * torch.finfo(weights.dtype).eps
+    return longest_step(row_sum, terms=weights.shape[-1])
+
+
+def longest_step(row_sum: StepSizes, *, terms: int) -> StepSizes:
+    """Return 1 / row_sum, reduced by the rounding error of the sum of this number of terms."""
+    rounding = (terms + 2) * torch.finfo(row_sum.dtype).eps
     return (1 - rounding) / row_sum.clamp(min=MIN_ROW_SUM)
 
 

@@ -407,6 +407,16 @@ def test_descriptions_of_diffusion_charts_hold_the_numbers(group):
     assert "influence of 16 tokens" in maps[0]
 
 
+def test_learned_kernels_have_no_width(group):
+    free = diffusion.section(with_model(group, ldn(kernel="free", kernels=2)))
+    titles = [figure.title for figure in free.figures]
+    assert "Kernels by block" in titles
+    assert "Kernel width" not in titles
+    dense = diffusion.section(with_model(group, ldn(kernel="dense")))
+    assert not dense.figures
+    assert "dense kernels do not depend on a distance" in dense.lead
+
+
 def test_influence_maps_show_where_nothing_arrives():
     (line,) = diffusion.diffusion_lines(model := ldn(**NARROW, depth=1))
     wanted = products(model, 16)[:, :, 8] > 0
