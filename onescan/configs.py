@@ -36,7 +36,7 @@ OTHER_NAMES = {
     "drop_path_rate": "drop_path",
 }
 
-# classes whose `causal` or whose gate, of this activation or none, versions before 0.20 stored
+# For configs from before 0.20: classes with a field `causal`, and activations of boolean gates
 CAUSAL_BEFORE = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
 GATED_BEFORE = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}
 

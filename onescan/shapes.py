@@ -69,7 +69,7 @@ Toeplitz = Float[Tensor, "D positions positions"]
 DiffusionKernels = Float[Tensor, "H lags"]  # 2R+1 lags: K_ts = weights[R + t - s]
 DiffusionKernel = Float[Tensor, " lags"]
 StepSizes = Float[Tensor, " H"]
-Leak = Float[Tensor, " H"] | Float[Tensor, "H K"]  # log rates per token
+Leak = Float[Tensor, " H"] | Float[Tensor, "H K"]  # decay rates per token
 TokenColumns = Float[Tensor, "T _"]  # all sequences and channels side by side
 AllTokens = Float[Tensor, "B S H V"]  # tokens of a state and of a call, S in total
 LastTokens = Float[Tensor, "B rows H V"]

@@ -1,6 +1,7 @@
-"""How every test runs: one thread, fixed seeds, and memory that shows when it is read unwritten.
+"""Settings of all tests: one thread, fixed seeds, and NaN in uninitialized memory.
 
-Tests see a GPU under `-m gpu` alone: then kernels run there, all others are the same everywhere.
+A GPU is visible only with `-m gpu`, which runs kernels on it. All other tests run the same on every
+machine.
 """
 
 import gc
@@ -17,7 +18,7 @@ from hypothesis import register_random, settings
 
 
 class TorchRandom:
-    """Torch's generator, as hypothesis wants it: a failing example then fails again."""
+    """Torch's generator with the interface of hypothesis, so that failures are reproducible."""
 
     seed = torch.manual_seed
     getstate = torch.get_rng_state
@@ -30,18 +31,17 @@ settings.load_profile("onescan")
 
 
 def pytest_configure(config):
-    gc.set_threshold(
-        50_000
-    )  # with Python's 700, the search for garbage takes 6% of the tests' time
+    # With Python's default of 700, garbage collection takes 6% of the time of the tests.
+    gc.set_threshold(50_000)
     asked_for = config.getoption("markexpr")
     if "gpu" not in asked_for or "not gpu" in asked_for:
         os.environ.update(CUDA_VISIBLE_DEVICES="-1", HIP_VISIBLE_DEVICES="-1")
-    # whether kernels run in Python, which Triton asks when it is imported
+    # Whether kernels run in Triton's interpreter, which Triton reads when it is imported.
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
-    # torch's own: inductor and forward-mode differentiation use torch.jit, dynamo makes an autograd
-    # function to trace it and looks at a gradient, the poison asks GPU kernels for more than each
-    # of them has, a backward may multiply matrices first on a thread, and readers are forked
-    # beside threads.
+    # Warnings that torch causes itself: inductor and forward-mode differentiation use torch.jit,
+    # dynamo instantiates an autograd function to trace it and reads a gradient, `_poisoned_memory`
+    # requires deterministic kernels that do not all exist on a GPU, a backward pass may call cuBLAS
+    # first on a new thread, and data readers are forked while threads run.
     for warning in (
         ".torch.jit.script:FutureWarning",
         ".torch.jit:DeprecationWarning",
@@ -55,9 +55,9 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items):
-    """Mark as slow all but n cases of each test `sampled(n)`; the n are spread over the list."""
+    """Mark all but n cases of each test `sampled(n)` as slow; the n are spread over the list."""
     cases = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
@@ -70,17 +70,17 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what has been imported is never garbage
+    gc.freeze()  # imported modules are never garbage
 
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no GPU, or none asked for: -m gpu")
+        pytest.skip("requires a GPU and -m gpu")
 
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
-    """Keep caches of data out of the home folder, and every call off the network."""
+    """Keep caches of data out of the home folder, and block the network."""
 
     def refuse(*_):
         raise AssertionError("the network was used")
@@ -110,7 +110,7 @@ def _interruptible():
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """Let torch.empty and its kin come filled with NaN, integers with their largest value."""
+    """Fill memory from torch.empty and similar calls with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

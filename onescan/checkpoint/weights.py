@@ -20,7 +20,7 @@ from onescan.checkpoint.files import damaged, parse_json, write_atomically
 from onescan.configs import ModelConfig
 
 WEIGHTS, BEST = "model.safetensors", "best.safetensors"
-AVERAGE = "ema.safetensors"  # if the EMA is evaluated beside the weights
+AVERAGE = "ema.safetensors"  # if raw weights and EMA are evaluated
 NOTES = "onescan"  # a single header entry, because the order of several is not fixed
 DIGEST = "sha256"
 MARK = rb"\"sha256\": \""  # escaped, because the notes are a JSON string in the header

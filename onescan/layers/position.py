@@ -46,8 +46,8 @@ class ToeplitzPositionConfig(PositionConfig):
     the same for one axis, as in text."""
     init_length: int | None = None
     """Longest initial half-life in tokens, at least 2. None uses the length of each axis of the
-    grid. Text models have no grid, so their half-lives begin at 0.5 to 2 tokens unless this is set;
-    training changes them."""
+    grid. Text models have no grid, so their half-lives start at 0.5 to 2 tokens unless this is set.
+    Half-lives are learned."""
 
     def build(self, *, width: int, grid: Grid) -> nn.Module:
         check_positive(**{"position.hidden_states": self.hidden_states})

@@ -1,4 +1,4 @@
-"""The stack of blocks of a model: how to build it, and the loop over its blocks."""
+"""Build the blocks of a model, and apply them one after another."""
 
 from collections.abc import Collection, Sequence, Sized
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from onescan.shapes import Grid, Hidden, Keep, LowerBound, Pooled
 
 
 class StackOutput(NamedTuple):
-    """What `apply_blocks` returns.
+    """Return value of `apply_blocks`.
 
     Attributes:
         x: Tokens after the last block, ``[B, T, D]``.
@@ -45,7 +45,7 @@ def build_blocks(
         options: Other arguments of each block.
     """
     last = max(depth - 1, 1)
-    blocks = nn.ModuleList(  # one by one: a depth from a damaged file may be huge
+    blocks = nn.ModuleList(  # lazily, because the depth in a damaged file may be huge
         kind(width, mixer=mixer.for_layer(i), drop_path=drop_path * i / last, **options)
         for i in range(depth)
     )
@@ -84,8 +84,8 @@ def apply_blocks(
         condition: Condition of a `ConditionedBlock`, ``[B, D]``.
         keep: True for real tokens, ``[B, T]``.
         documents: Packed documents, which are mixed separately.
-        states: State of each block's mixer before the first token, where None is the beginning.
-            Without it, no states are returned.
+        states: State of each block's mixer before the first token, or None for each block at the
+            beginning. If omitted, no states are returned.
         selected: Indices of blocks whose outputs to return.
     """
     embedding = x

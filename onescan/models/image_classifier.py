@@ -458,7 +458,7 @@ def _token(width: int) -> nn.Parameter:
 
 
 def chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
-    """Return indices of blocks plural from 0; see `ImageClassifier.forward_intermediates`."""
+    """Return indices of blocks, counted from 0; see `ImageClassifier.forward_intermediates`."""
     if indices is None:
         return list(range(depth))
     if isinstance(indices, int):

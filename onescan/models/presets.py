@@ -582,7 +582,7 @@ _DENOISER_ROWS = (
 )
 # Table 10 compares LightNet-B/8 with RetNet and HGRN2 of size "S/8", and gives neither shapes nor
 # parameters. Its FIDs, which are close to those of LightNet-B/8 and far from those of LightNet-S/8
-# in Table 11, fit size B. There are both, with the shapes of LightNet-S and LightNet-B.
+# in Table 11, fit size B. These are both sizes, with the shapes of LightNet-S and LightNet-B.
 _TWO_SCAN_ROWS = tuple(
     _Row(f"{name}_dit_{size}_8", _two_scans(family), 18, width, 6, None, {"patch_size": (8, 8)})
     for size, width in (("s", 384), ("b", 768))
@@ -684,7 +684,7 @@ LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "without_tpe_and_lrpe": {"mixer.lrpe": False, "position": None},
     }
 )
-# Beyond the paper, for causal LightNet models.
+# Not in the paper; for causal LightNet models.
 CAUSAL_LIGHTNET_ABLATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"with_leak": {"mixer.leak": (16.0, 4096.0)}}
 )

@@ -60,8 +60,8 @@ class TokenNetworkConfig(ModelConfig, ABC):
     mlp: MLPConfig | None = field(default_factory=GLUConfig)
     """MLP after the mixer, applied to each token; None for mixers that need none."""
     position: PositionConfig | None = field(default_factory=ToeplitzPositionConfig)
-    """Position encoding after the embedding; None for no encoding. MD-TPE begins with half-lives of
-    0.5 to 2 tokens, whatever the length of the texts, unless position.init_length is set."""
+    """Position encoding after the embedding; None for no encoding. MD-TPE starts with half-lives of
+    0.5 to 2 tokens, regardless of the length of the texts, unless position.init_length is set."""
     segment_types: int = 0
     """Number of segment embeddings: 2 for pairs of sentences, as in BERT; 0 for none."""
     embedding_norm: bool = False
@@ -244,7 +244,7 @@ class TokenNetwork(nn.Module):
             self.segment_embedding = nn.Embedding(config.segment_types, width)
         self.position = None
         if config.position is not None:
-            # Texts have no length of their own, so MD-TPE starts short; see its init_length.
+            # Texts have no fixed length, so MD-TPE starts with short half-lives (see init_length).
             self.position = config.position.build(width=width, grid=Grid((1,)))
         self.embedding_norm = self._build_norm(present=config.embedding_norm)
         self.dropout = nn.Dropout(config.dropout)

@@ -1,6 +1,6 @@
-"""Where the tokens of a call are: directions, blocks, real tokens, packed sequences and ranks.
+"""Layout of the tokens of a call: direction, blocks, masks, packed sequences and ranks.
 
-Ops take these as separate arguments, and make one `Layout` of them, which checks them once.
+Ops take these as separate arguments. `layout_of` checks them and collects them in a `Layout`.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from onescan.shapes import Keep
 
 
 class Layout(NamedTuple):
-    """Where the tokens of a call are.
+    """Layout of the tokens of a call.
 
     Attributes:
         causal: Whether each token reads only itself and earlier tokens.
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
         ranks: The ranks across which the token axis is sharded; None for one process.
         lengths: Number of tokens of each rank, if there are blocks and ranks.
         tokens: Number of tokens of this rank.
-        device: Their device.
+        device: Device of the tokens.
     """
 
     causal: bool
@@ -50,13 +50,13 @@ class Layout(NamedTuple):
     def is_empty(self) -> bool:
         """Whether this rank has no tokens.
 
-        It then computes one masked token, so that its graph has the collectives of other ranks.
+        It then processes one masked token, so that it takes part in the same collectives as others.
         """
         return self.ranks is not None and self.tokens == 0
 
     @property
     def limits(self) -> list[str]:
-        """What limits the implementations that fit, as errors name it."""
+        """Names of the options that limit the choice of implementations, for errors."""
         given = {
             "causal_block": self.causal_block,
             "cu_seqlens": self.packing,
@@ -106,13 +106,13 @@ class Layout(NamedTuple):
         """Where the block of each token begins and ends; None without offsets of blocks."""
         if not isinstance(self.causal_block, Tensor):
             return None
-        if self.is_empty:  # of the masked token
+        if self.is_empty:  # the masked token is a block
             return torch.tensor([0], device=self.device), torch.tensor([1], device=self.device)
         return block_bounds(self.causal_block, self._places)
 
     @property
     def _places(self) -> Tensor:
-        """Number of tokens before each token, on all ranks."""
+        """Number of tokens before each token, counted over all ranks."""
         before = 0
         if self.ranks is not None and self.lengths is not None:
             before = sum(self.lengths[: self.ranks.rank])
@@ -121,12 +121,12 @@ class Layout(NamedTuple):
     def filled(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
         """Return tensors, [B, T, ...], with one token of zeros if this rank has none.
 
-        Other arguments, which the op refuses later, are returned as they are.
+        Other arguments are returned unchanged; the op rejects them later.
         """
         return one_token(*tensors, dim=dim) if self.is_empty else tensors
 
     def emptied(self, o: Tensor) -> Tensor:
-        """Return outputs, [B, T, ...], without the token that `filled` has added."""
+        """Return outputs, [B, T, ...], without the token that `filled` added."""
         return o[:, :0] if self.is_empty else o
 
 
@@ -162,7 +162,7 @@ def layout_of(
     check_shapes(**{name: (q, pattern)})
     lengths = None
     if ranks is not None and causal_block is not None:
-        lengths = ranks.lengths(q)  # exchanged only once
+        lengths = ranks.lengths(q)  # exchange them only once
     if isinstance(causal_block, Tensor):
         check_block_offsets(causal_block, q, q.shape[1] if lengths is None else sum(lengths))
     packing = packing_over(ranks, cu_seqlens, q, state=state)

@@ -1,13 +1,13 @@
 """Run the ops whose state obeys a linear recurrence, S' = P S + U.
 
-Because the recurrence is linear, every option that such ops share is a change of its inputs, which
-`run` makes in the same order for all of them:
+Because the recurrence is linear, every option that these ops share is a change of their inputs.
+`run` applies these changes in the same order for all ops:
 
     a masked token                        a neutral update, P = 1 and U = 0
     a packed sequence, a block            a restart, P = 0
     an earlier call, another rank         an incoming state
 
-An op describes itself by a `Recurrence`: its shapes and types, how to mask and restart it, and its
+A `Recurrence` describes an op: its shapes and types, how to mask and restart it, and its
 implementations.
 """
 
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     Attributes:
         inputs: The op's tensors, a NamedTuple with q, k and v; not checked before
             `Recurrence.check`.
-        layout: Where the tokens are.
+        layout: Layout of the tokens.
         enters: The incoming state of each direction.
         options: The op's other arguments.
         returns_state: Whether the outgoing states are needed.
@@ -115,7 +115,7 @@ class Implementation(NamedTuple):
 
 
 class Recurrence(ABC):
-    """What distinguishes an op whose state obeys a linear recurrence.
+    """Description of an op whose state obeys a linear recurrence.
 
     Attributes:
         state: The class of the state of one direction.
@@ -148,20 +148,20 @@ class Recurrence(ABC):
         """Return the form that runs if a form, or "auto", is requested on a backend."""
 
     def widest_head(self, call: Call) -> int:
-        """Return the most channels of a head that kernels support."""
+        """Return the largest head width that kernels support."""
         return WIDEST_HEAD
 
     def blamed(self, inputs: Any) -> dict[str, Tensor | None]:
-        """Return the inputs that must hold neither NaN nor an infinity, by name."""
+        """Return the inputs that must contain neither NaN nor an infinity, by name."""
         return {"q": inputs.q, "k": inputs.k, "v": inputs.v}
 
     def why_no_kernel(self, call: Call) -> str | None:
-        """Return why kernels do not run a call, "with ..., expected ...", or None if they do."""
+        """Return why kernels do not support a call, as "with ..., expected ...", or None."""
         return None
 
     @abstractmethod
     def prepared(self, call: Call, key: Key) -> Any:
-        """Return the inputs in the types that an implementation computes in, with masked tokens.
+        """Return the inputs in the dtypes in which an implementation computes, with masks applied.
 
         A masked token neither updates nor decays the state, and its output is zero. Kernels ignore
         masked tokens themselves, except for their decays.
@@ -194,12 +194,12 @@ def run(
     backend: str,
     return_state: bool = True,
 ) -> tuple[Values, Any]:
-    """Check a call, run the implementation that fits, and return the outputs and the state.
+    """Check a call, run a suitable implementation, and return the outputs and the state.
 
     Args:
         op: The op.
         inputs: Its tensors, not checked yet.
-        layout: Where the tokens are.
+        layout: Layout of the tokens.
         state: The state that the caller passed.
         options: The op's other arguments.
         form: The form, or "auto".
@@ -224,7 +224,7 @@ def run(
         o, leaves = implementation.run(made)
     if holds_nan(o, *carried.values()):
         blamed = op.blamed(inputs)
-        if (keep := layout.keep) is not None:  # masked tokens may hold anything
+        if (keep := layout.keep) is not None:  # masked tokens may contain anything
             for name, x in blamed.items():
                 if x is not None and x.shape[:2] == keep.shape:
                     (blamed[name],) = zero_masked(keep, x)
@@ -239,9 +239,9 @@ def run(
 def write(
     op: Recurrence, inputs: Any, layout: Layout, state: Any, options: Any, *, form: str
 ) -> Any:
-    """Return the state after tokens that nobody reads, as a causal call of a form returns it.
+    """Return the state after tokens without queries, as a causal call of a form returns it.
 
-    The caller has no queries: `inputs.q` is another tensor of the same shape.
+    Because there are no queries, `inputs.q` is another tensor of the same shape.
     """
     given = {name: x for name, x in inputs._asdict().items() if name != "q"}
     check_devices(**{name: x for name, x in given.items() if isinstance(x, Tensor)})
@@ -258,7 +258,7 @@ def write(
 
 
 def check_tensors(keep: Any = None, **arguments: tuple[Any, str | tuple[str, ...]]) -> None:
-    """Raise ValueError unless tensors are floating point, on one device, and of these shapes.
+    """Raise ValueError unless tensors are floating-point, on one device, and of these shapes.
 
     Args:
         keep: The mask, [B, T], if any.

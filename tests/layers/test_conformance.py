@@ -308,7 +308,7 @@ def test_registered_mixers_have_names():
     register_mixer("plain_for_a_test", PlainConfig(num_heads=3))  # after an edit
     assert mixer_named("plain_for_a_test") == PlainConfig(num_heads=3)
     assert "plain_for_a_test" in mixer_names()
-    with pytest.raises(ValueError, match="name is 'lion_s', which is onescan's own mixer"):
+    with pytest.raises(ValueError, match="name is 'lion_s', which belongs to a built-in mixer"):
         register_mixer("lion_s", PlainConfig())
     with pytest.raises(ValueError, match="name is 'a b', expected letters, digits and underscores"):
         register_mixer("a b", PlainConfig())

@@ -327,7 +327,7 @@ def test_a_state_of_another_config_is_refused(name):
     plain = trained(replace(mixer.config, PLAIN[name]))
     states = {each: each(x, Grid((2,)))[1] for each in (mixer, plain)}
     for each, other in ((mixer, plain), (plain, mixer)):
-        with pytest.raises(ValueError, match=r"state\.(window|position) is .*, expected"):
+        with pytest.raises(ValueError, match=r"state\.(window|position) is .*, but this mixer has"):
             each(x, Grid((2,)), state=states[other])
 
 

@@ -458,12 +458,12 @@ def test_key_importance_is_a_share():
         (
             {"leak": (16.0, 4096.0), "direction": "forward", "decay": False},
             1,
-            "leak is .* with decay=False and decay_logits='shared', expected True and 'shared'",
+            "leak is .* with decay=False and decay_logits='shared', but it requires decay=True",
         ),
         (
             {"leak": (16.0, 4096.0), "direction": "forward", "decay_logits": "offset"},
             1,
-            "leak is .* with decay=True and decay_logits='offset', expected True and 'shared'",
+            "leak is .* with decay=True and decay_logits='offset', but it requires decay=True",
         ),
     ],
 )

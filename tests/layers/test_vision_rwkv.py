@@ -200,7 +200,7 @@ def test_mixed_precision_is_close_to_float32(part, dtype):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"part": "alternating"}, "part is 'alternating', which describes a model"),
+        ({"part": "alternating"}, "part is 'alternating', which describes a whole model"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"ratio": 0.0}, "ratio is 0.0"),
         ({"num_heads": 5}, "width 24 is not a multiple of num_heads 5"),
@@ -214,7 +214,7 @@ def test_invalid_fields_are_rejected(fields, message):
 
 @over_parts
 def test_grids_of_another_size_are_rejected(part):
-    with pytest.raises(ValueError, match=r"x has 12 tokens and Grid\(.* 20, expected as many"):
+    with pytest.raises(ValueError, match=r"x has 12 tokens, but Grid\(.* has 20"):
         trained(part)(tokens(1, 12), Grid((4, 5)))
 
 

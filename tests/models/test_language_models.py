@@ -446,7 +446,7 @@ def test_a_state_of_another_model_is_refused():
         model(ids(1, 1), state)
     _, other = causal(CAUSAL["lion"])(ids(2, 5))
     mixer, x = network.blocks[0].mixer, torch.randn(2, 1, WIDTH, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"state\.position is None, expected one"):
+    with pytest.raises(ValueError, match=r"state\.position is None, but this mixer has rotary"):
         unwrap(type(mixer).forward)(mixer, x, Grid((1,)), state=other.blocks[0])
 
 

@@ -10,9 +10,9 @@ from tyro.conf import Fixed, Suppress
 
 MIN_SAMPLES = 10  # one for each split of the Inception Score
 MIN_COMPARED = 4  # an image and its three nearest neighbors
-# LightNet, arXiv:2405.21022, Table 9: its tasks and the metric of each. The table does not name
-# metrics. These are the usual ones, with which its OPT of 2.7B agrees: accuracy normalized by the
-# length of the answers (acc_norm) for HellaSwag, ARC-Challenge and OpenBookQA.
+# The tasks of LightNet, arXiv:2405.21022, Table 9, and the metric of each. The table does not name
+# its metrics. These are the usual ones, and match its row for OPT with 2.7B parameters: accuracy
+# normalized by the length of the answers (acc_norm) for HellaSwag, ARC-Challenge and OpenBookQA.
 COMMONSENSE = {
     "piqa": "acc",
     "hellaswag": "acc_norm",

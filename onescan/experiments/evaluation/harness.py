@@ -73,8 +73,8 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
     average = commonsense_average(found["results"])
     if average is not None:
         tables.append(
-            f"commonsense average: {100 * average:.2f}, of acc_norm for hellaswag, arc_challenge "
-            "and openbookqa, and acc for the others"
+            f"commonsense average: {100 * average:.2f} (acc_norm for hellaswag, arc_challenge and "
+            "openbookqa, acc for the others)"
         )
     return TaskScores(
         tables=tuple(tables),

@@ -10,10 +10,10 @@ LightNet, arXiv:2405.21022, Sec. 6.1, fine-tunes for 5 epochs with the best of f
 The paper does not state how the best is chosen; here, it is the best on the dev set, for each task.
 All other settings are Cramming's, arXiv:2212.14034, whose pipeline it uses, as in GLUE_sane.yaml.
 
-The averages differ. LION's are means of eight tasks, each the mean of its metrics. The last column
-of LightNet's Table 2 is the mean of its nine columns: MNLI has two, and each other task has one.
-The table does not name its metrics; here they are F1 for QQP and MRPC, as in BERT's paper, and
-Pearson's correlation for STS-B, as in Cramming.
+The averages differ. LION averages eight tasks, where the score of each task is the mean of its
+metrics. LightNet's Table 2 averages nine columns: two for MNLI, and one for each other task. The
+table does not name its metrics; here they are F1 for QQP and MRPC, as in BERT's paper, and
+Pearson correlation for STS-B, as in Cramming.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ class GlueRecipe:
         from_mnli: Whether `FROM_MNLI` start from the MNLI model.
         rates_to_try: Peak learning rates of which each task takes the one with the best score on
             the dev set, instead of `learning_rates`.
-        scoring: What the average is the mean of: "tasks", each the mean of its metrics, or the
-            "columns" of LightNet's Table 2; see `glue_columns`.
+        scoring: What to average: "tasks", where the score of each is the mean of its metrics, or
+            the "columns" of LightNet's Table 2; see `glue_columns`.
     """
 
     title: str
@@ -163,9 +163,9 @@ class GlueRunsConfig:
 
     recipe: str = "modified"
     """Row of LION's Table 8 (bert24, m2_base, m2_large, hydra or modified), or lightnet, which
-    trains each task with four learning rates and reports the best on the dev set: its scores are
-    optimistic, because they are those of the set that chose the rate. Its average is over the nine
-    columns of LightNet's Table 2, those of the others over the eight tasks."""
+    trains each task with four learning rates and reports the best on the dev set. Its scores are
+    optimistic, because the dev set also selects the learning rate. lightnet averages the nine
+    columns of LightNet's Table 2; the others average eight tasks."""
     tasks: tuple[str, ...] = ORDER
     """Tasks, separated by commas or spaces."""
     seeds: tuple[int, ...] = (0,)
@@ -178,7 +178,7 @@ class GlueRunsConfig:
     """Fine-tune RTE, MRPC and STS-B from the MNLI model, which is trained first. The recipe
     lightnet never does."""
     from_scratch: bool = False
-    """Start every task from random weights, as in LightNet's Table 2, "no pretrain". Only the shape
+    """Start every task from random weights, as "no pretrain" in LightNet's Table 2. Only the shape
     and the tokenizer of the checkpoint are used."""
     pool: Pool = "first"
     """Input of the classification head: the first token ([CLS], as in BERT), or the mean, maximum

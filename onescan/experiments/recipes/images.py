@@ -181,11 +181,11 @@ DEIT_TRAINING = TrainingConfig(
     precision="auto",
 )
 # LION, arXiv:2502.16249, App. C.11: the recipe of ViT, with code adapted from DeiT's, which uses
-# this EMA; batches of 1024 images. The paper does not mention an EMA, so the results are those of
-# the weights as trained; the EMA is evaluated beside them.
+# this EMA; batches of 1024 images. The paper does not mention an EMA, so the raw weights are
+# reported, and the EMA is evaluated in addition.
 LION_TRAINING = replace(DEIT_TRAINING, ema_decay=0.99996, reported_weights="raw")
 # Vim, arXiv:2401.09417, Sec. 4.1: AdamW, 1024 images, weight decay 0.05, a cosine from 1e-3 and an
-# EMA, mainly as DeiT.
+# EMA; most settings are DeiT's.
 VIM_TRAINING = replace(DEIT_TRAINING, ema_decay=0.99996)
 # LDN, arXiv:2502.12381, Sec. 5.1: "standard", Adam with a cosine schedule. Settings that
 # it does not state are DeiT's: batches of 1024 images, weight decay, 300 epochs.
@@ -317,10 +317,10 @@ RECIPES = table(
     *(
         _imagenet_row(
             f"deit_{size}",
-            f"ViT, {size}, on ImageNet-1k, trained as LION is: the baseline of LION's {table}.",
+            f"ViT, {size}, on ImageNet-1k, trained like LION: the baseline of LION's {table}.",
             LION_TRAINING,
-            "LION's App. C.11 says that ViT's recipe is used and states none of its settings. The "
-            f"shape is that of\nDeiT. {NOT_RUN}",
+            "LION's App. C.11 says that ViT's recipe is used, but states none of its settings. The "
+            f"model has DeiT's\nshape. {NOT_RUN}",
             f"lion_vit_{size}",
         )
         for size, table in (("tiny", "Table 12"), ("small", "Table 2"), ("base", "Table 2"))
@@ -341,7 +341,7 @@ RECIPES = table(
             "Table 1.",
             DEIT_TRAINING,
             "Its paper, arXiv:2403.02308, follows DeiT, with 1024 images and a base learning rate "
-            f"of 5e-4, which is\nthat of DeiT for 512 images. {NOT_RUN}",
+            f"of 5e-4, which\nDeiT uses for 512 images. {NOT_RUN}",
         )
         for size, millions in (("tiny", 6.2), ("small", 23.8), ("base", 93.6))
     ),
@@ -350,8 +350,8 @@ RECIPES = table(
             f"hydra_{size}",
             f"Hydra, {size}, {millions} million parameters, on ImageNet-1k, as in LION's Table 2.",
             DEIT_TRAINING,
-            "LION uses the training recipe of Hydra, without stating it. Except for the model's "
-            f"dropped paths,\nthese settings are DeiT's. {NOT_RUN}",
+            "LION uses Hydra's training recipe, but does not state it. Except for the model's drop "
+            f"path rate,\nthese settings are DeiT's. {NOT_RUN}",
         )
         for size, millions in (("small", 21.8), ("base", 90.8))
     ),

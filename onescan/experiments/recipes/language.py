@@ -430,8 +430,8 @@ RECIPES = table(
             f"LightNet, {title}, on {billion_tokens} billion tokens of pile-uncopyrighted, as in "
             f"the paper's {table}.",
             f"onescan train pile_uncopyrighted_{name}",
-            f"{note}The paper reads the full Pile, which is no longer available. It does not\n"
-            f"state schedule, warm-up, weight decay and tokenizer; they are our choice. {NOT_RUN}",
+            f"{note}The paper uses the full Pile, which is no longer available. It does not\n"
+            f"state schedule, warm-up, weight decay or tokenizer; they are our choice. {NOT_RUN}",
         )
         for size, title, rows, billion_tokens, table, note, name in (
             # rows are "batch size per GPU" times GPUs
@@ -482,8 +482,8 @@ RECIPES = table(
             partial(_wikipedia, name, model, tokenizer),
             f"{title}, {millions} million parameters, on Wikipedia: a baseline of LDN's Table 3.",
             f"onescan train wikipedia_{name}",
-            f"Trained like wikipedia_ldn, on the last block only, and not as in its own paper. "
-            f"{NOT_RUN}",
+            "Trained like wikipedia_ldn, not as in its own paper. Only the last block is "
+            f"supervised. {NOT_RUN}",
         )
         for name, model, title, millions, tokenizer in (
             ("bert", "bert_base", "BERT", 110, BERT),

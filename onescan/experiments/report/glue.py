@@ -188,8 +188,8 @@ def chosen_note(outcome: GlueOutcome) -> str:
 def table_rows(outcome: GlueOutcome) -> list[tuple[str, str, str, str]]:
     """Return a row for each metric, and the average last.
 
-    The first row of a task holds its name. Its score is in the first row too, or each column of the
-    average in the row of its metric.
+    The first row of a task contains its name. Its score is in the first row too, or, if the average
+    is over columns, each score is in the row of its metric.
     """
     rows = []
     for task in outcome.runs:

@@ -256,7 +256,7 @@ def _weights(group: RunGroup) -> str:
     """Describe the files with weights."""
     text = f"{WEIGHTS} has those of the last step, {BEST} those of the best evaluation"
     is_raw = group.config.training.reported_weights == "raw"
-    return f"{text}, both as trained; {AVERAGE} has the EMA of the last step" if is_raw else text
+    return f"{text}, both without EMA; {AVERAGE} has the EMA of the last step" if is_raw else text
 
 
 def _command(group: RunGroup) -> str:

@@ -18,7 +18,7 @@ from onescan.shapes import Logits
 
 LOSS = "loss"
 Scoring = Literal["tasks", "columns"]
-ONE_OF_TWO = ("f1", "pearson")  # the metric of tasks with two that a table has one column for
+ONE_OF_TWO = ("f1", "pearson")  # the metric to use for tasks with two metrics and one column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def glue_score(metrics: dict[str, float]) -> float:
 
 
 def glue_columns(metrics: dict[str, float], scoring: Scoring) -> dict[str, float]:
-    """Return the metrics of one task that the average over tasks counts, by name.
+    """Return the numbers that one task contributes to the average, by name of the metric.
 
     Args:
         metrics: Metrics of the task; the loss is ignored.

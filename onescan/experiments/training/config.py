@@ -69,9 +69,9 @@ class TrainingConfig:
     """Decay rate of an exponential moving average (EMA) of the weights, which is then evaluated and
     saved in their place (see reported_weights); None disables it."""
     reported_weights: ReportedWeights = "ema"
-    """Weights to report, with ema_decay: ema evaluates and saves the EMA only. raw evaluates both:
-    the metrics, model.safetensors and best.safetensors are those of the weights as trained, and the
-    EMA adds its own metrics, such as ema_accuracy, and ema.safetensors."""
+    """Weights to report if ema_decay is set. ema evaluates and saves only the EMA. raw evaluates
+    both: the metrics, model.safetensors and best.safetensors are those of the raw weights, and the
+    EMA has its own metrics, such as ema_accuracy, and ema.safetensors."""
     seed: int = 0
     """Random seed for initial weights, data order, augmentation and dropped paths."""
     evaluate_every: float = 1.0
@@ -115,7 +115,7 @@ class TrainingConfig:
             raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
         check_choice("training.reported_weights", self.reported_weights, get_args(ReportedWeights))
         if self.reported_weights == "raw" and self.ema_decay is None:
-            raise ValueError("training.reported_weights is raw, but requires training.ema_decay")
+            raise ValueError("training.reported_weights is raw, which requires training.ema_decay")
 
     @property
     def micro_batch_size(self) -> int:

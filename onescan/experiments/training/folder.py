@@ -6,7 +6,7 @@ metrics.jsonl       one line per step and evaluation
 state/step_N/       the training state after N steps, to resume from
 model.safetensors   the weights of the last checkpoint
 best.safetensors    the weights of the best evaluation so far
-ema.safetensors     the EMA of the last checkpoint, in runs that report the weights as trained
+ema.safetensors     the EMA of the last checkpoint, in runs that report the raw weights
 tensorboard/, ...   files of metric trackers
 pictures/step_N.png pictures of evaluations, for tasks that make them
 evaluation.safetensors, result.json   the final evaluation of a finished run; result.json is last

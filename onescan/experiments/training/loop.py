@@ -92,7 +92,7 @@ from onescan.experiments.training.state import TrainingState, last_state, restor
 from onescan.experiments.training.transfer import AttentionTransfer, Average
 from onescan.messages import printable
 
-OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the weights are reported
+OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the raw weights are reported
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
 EnteredT = TypeVar("EnteredT")
@@ -487,7 +487,7 @@ class Loop:
         return evaluation
 
     def evaluate_model(self) -> Evaluation:
-        """Evaluate the weights that the model has now."""
+        """Evaluate the model with its current weights."""
         return evaluate(
             self.state.model,
             self.task,
@@ -514,7 +514,7 @@ class Loop:
 
         Args:
             name: Name of the file.
-            prefix: Prefix of their metrics, without which these are written.
+            prefix: Prefix of the names of their metrics, which is removed.
         """
         with self.state.eval_weights():
             weights = whole_weights(self.state.model, keep=self.ranks.is_first)

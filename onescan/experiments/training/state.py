@@ -55,7 +55,7 @@ class TrainingState:
     optimizer: Optimizer
     ema: EMA | None = None
     reports_ema: bool = True
-    """Whether the EMA is evaluated and saved in place of the weights, if there is one."""
+    """Whether the EMA, if any, is evaluated and saved in place of the raw weights."""
     scaler: GradScaler | None = None
     step: int = 0
     """Optimizer steps so far."""
@@ -80,12 +80,12 @@ class TrainingState:
         return is_best
 
     def eval_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the weights to report: the EMA, if it is."""
+        """Return a context in which the model has the weights to report, raw or EMA."""
         return self.ema.swapped_into(self.model) if self.ema and self.reports_ema else nullcontext()
 
     @property
     def second(self) -> EMA | None:
-        """The EMA, if it is evaluated and saved beside the weights."""
+        """The EMA, if it is evaluated and saved in addition to the raw weights."""
         return None if self.reports_ema else self.ema
 
     def numbers(self) -> dict[str, Any]:

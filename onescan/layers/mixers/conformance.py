@@ -1,4 +1,4 @@
-"""Check that a mixer does what models, training and streaming rely on."""
+"""Check that a mixer behaves as models, training and streaming expect."""
 
 import copy
 import itertools
@@ -21,10 +21,11 @@ REAL = 0.7  # share of tokens that a mask keeps
 
 
 def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple[str, ...]:
-    """Check that a mixer of your own does what its config promises.
+    """Check that a custom mixer does what its config promises.
 
-    The mixer is built with random weights and called on random tokens on the CPU, in float64, in
-    which it should compute everything, so that errors are not taken for rounding.
+    The mixer is built with random weights and called on random tokens on the CPU. Weights and
+    tokens are float64, and the mixer should compute everything in float64 too, so that errors can
+    be distinguished from rounding.
 
     Args:
         config: Config of the mixer, for one block of a model.
@@ -32,10 +33,10 @@ def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple
         axes: Number of axes of the grid. Every mixer is also called on one axis.
 
     Returns:
-        What was checked, such as "two calls equal one".
+        The names of the checks, such as "two calls equal one".
 
     Raises:
-        ValueError: If the mixer breaks a promise; says which.
+        ValueError: If a check fails; the message names it.
 
     >>> from onescan.layers.mixers import LionMixerConfig
     >>> check_mixer(LionMixerConfig(direction="forward"))[-1]
@@ -76,7 +77,7 @@ class Case:
         self.x = self.tokens(self.grid.tokens)
 
     def built(self) -> Mixer:
-        """Build the mixer with weights as training may leave them."""
+        """Build the mixer and perturb its weights, as training would."""
         mixer = self.config.build(width=self.width, axes=self.axes)
         if not isinstance(mixer, Mixer):
             raise ValueError(f"build returned {named_type(mixer)}, expected a Mixer")
@@ -91,7 +92,7 @@ class Case:
 
     @property
     def keep(self) -> Tensor:
-        """A mask with padding on the left, on the right, in between, and everywhere."""
+        """A mask with padding on the left, on the right, in between, and in a whole row."""
         count = self.grid.tokens
         keep = torch.rand(BATCH, count) < REAL
         keep[0, : count // 4], keep[1, -(count // 4) :] = False, False
@@ -99,7 +100,7 @@ class Case:
         return keep
 
     def call(self, x: Tensor, grid: Grid | None = None, **options: Any) -> tuple[Tensor, Any]:
-        """Call the mixer with all that its config says it takes."""
+        """Call the mixer with all arguments that its config takes."""
         grid = self.grid if grid is None else grid
         takes = self.config.takes
         if "embedding" in takes and "embedding" not in options:
@@ -113,14 +114,14 @@ class Case:
         return made
 
     def parts(self, cuts: Sequence[int]) -> Iterator[tuple[slice, Grid]]:
-        """Yield where the parts of the tokens are, cut along the first axis, and their grids."""
+        """Yield the slice and the grid of each part of the tokens, split along the first axis."""
         per_step = self.grid.tokens // self.grid.shape[0]
         for start, stop in itertools.pairwise(cuts):
             grid = Grid((stop - start, *self.grid.shape[1:]))
             yield slice(start * per_step, stop * per_step), grid
 
     def in_parts(self, cuts: Sequence[int], **options: Any) -> tuple[Tensor, Any]:
-        """Call the mixer on one part of the tokens after another; return all outputs."""
+        """Call the mixer on one part of the tokens after another; return outputs and last state."""
         state, outputs = None, []
         for at, grid in self.parts(cuts):
             own = {name: x[:, at] for name, x in options.items()}
@@ -130,7 +131,7 @@ class Case:
 
 
 def _grid(config: MixerConfig, axes: int) -> Grid:
-    """Return a grid whose steps along the first axis are whole blocks, of at least four steps."""
+    """Return a grid of whole blocks that can be split into four along the first axis."""
     block = config.state_block or 1
     if axes == 1:
         return Grid((block * max(4, TOKENS // block),))
@@ -138,7 +139,7 @@ def _grid(config: MixerConfig, axes: int) -> Grid:
 
 
 class BrokenPromiseError(Exception):
-    """What a mixer does that its config does not promise."""
+    """A mixer does not do what its config promises."""
 
 
 def _expect(condition: bool | Tensor, otherwise: str) -> None:
@@ -156,13 +157,13 @@ def _close(got: Tensor, want: Tensor, what: str) -> None:
 
 def _shape(case: Case) -> None:
     y, state = case.call(case.x)
-    _expect(y.shape == case.x.shape, f"outputs have shape {tuple(y.shape)}")
+    _expect(y.shape == case.x.shape, f"outputs have shape {tuple(y.shape)}, unlike x")
     promised = case.config.state_block is not None
     _expect(
         (state is not None) == promised,
-        f"state is {named_type(state)} with state_block={case.config.state_block}",
+        f"state is {named_type(state)}, but state_block is {case.config.state_block}",
     )
-    _close(case.call(case.x)[0], y, "y of a second call")
+    _close(case.call(case.x)[0], y, "the output of a second call")
 
 
 def _dtypes(case: Case) -> None:
@@ -184,7 +185,9 @@ def _samples(case: Case) -> None:
             continue
         whole, _ = case.call(case.x)
         for i in range(BATCH):
-            _close(case.call(case.x[i : i + 1])[0], whole[i : i + 1], f"y of sample {i} alone")
+            _close(
+                case.call(case.x[i : i + 1])[0], whole[i : i + 1], f"the output of sample {i} alone"
+            )
 
 
 def _is_random(case: Case) -> bool:
@@ -209,20 +212,20 @@ def _gradients(case: Case) -> None:
                     reached.add(name)
                     _expect(gradient.isfinite().all(), f"the gradient of {name} is not finite")
     missing = [name for name in ("x", *named) if name not in reached]
-    _expect(not missing, f"{', '.join(missing)} never has a gradient")
+    _expect(not missing, f"no gradient reaches {', '.join(missing)}")
 
 
 def _weights(case: Case) -> None:
     want, _ = case.call(case.x)
     mixer, case.mixer = case.mixer, case.built()
     case.mixer.load_state_dict(mixer.state_dict())
-    _close(case.call(case.x)[0], want, "y of a mixer with the same weights")
+    _close(case.call(case.x)[0], want, "the output after loading the weights")
     case.mixer = mixer
 
 
 def _config(case: Case) -> None:
     data = configs.to_dict(case.config)
-    _expect(configs.from_dict(type(case.config), data) == case.config, "the config changes")
+    _expect(configs.from_dict(type(case.config), data) == case.config, "the loaded config differs")
 
 
 def _masks(case: Case) -> None:
@@ -234,9 +237,13 @@ def _masks(case: Case) -> None:
     _expect(not want[~keep].any(), "outputs of masked tokens are not zero")
     for value in (7.0, torch.nan):
         other = case.x.masked_fill(~keep.unsqueeze(-1), value)
-        _close(case.call(other, keep=keep, **extra)[0], want, f"with {value} at masked tokens, y")
+        _close(
+            case.call(other, keep=keep, **extra)[0],
+            want,
+            f"the output with {value} in masked tokens",
+        )
     whole = torch.ones_like(keep)
-    _close(case.call(case.x, keep=whole)[0], case.call(case.x)[0], "with a mask of True, y")
+    _close(case.call(case.x, keep=whole)[0], case.call(case.x)[0], "the output with keep=True")
 
 
 def _skips_padding(case: Case) -> None:
@@ -246,7 +253,7 @@ def _skips_padding(case: Case) -> None:
         alone = case.x[i : i + 1, keep[i]]
         if alone.shape[1]:
             want, _ = case.call(alone, Grid((alone.shape[1],)))
-            _close(got[i : i + 1, keep[i]], want, "y of real tokens among masked ones")
+            _close(got[i : i + 1, keep[i]], want, "the output of real tokens among masked ones")
 
 
 def _cuts(case: Case) -> None:
@@ -259,13 +266,13 @@ def _cuts(case: Case) -> None:
         for cut in range(unit, steps, unit):
             y, _ = case.in_parts([0, cut, steps], **options)
             with_mask = " with a mask" * bool(options)
-            _close(y, want, f"y of two calls{with_mask}, cut after {cut} of {steps}")
+            _close(y, want, f"the output of two calls{with_mask}, split at {cut} of {steps}")
         y, _ = case.in_parts([0, unit, 2 * unit, 3 * unit, steps], **options)
-        _close(y, want, "y of several calls")
+        _close(y, want, "the output of several calls")
     _, state = case.in_parts([0, unit])
     at, grid = list(case.parts([0, unit, 2 * unit]))[1]
     first, again = (case.call(case.x[:, at], grid, state=state)[0] for _ in range(2))
-    _close(again, first, "y of a second call with the same state (it was changed in place)")
+    _close(again, first, "the output of a second call with the same state (changed in place)")
 
 
 def _no_later_tokens(case: Case) -> None:
@@ -274,7 +281,8 @@ def _no_later_tokens(case: Case) -> None:
     for stop in range(block, case.grid.tokens, block):
         other = case.x.clone()
         other[:, stop:] = torch.randn_like(other[:, stop:])
-        _close(case.call(other)[0][:, :stop], want[:, :stop], f"y of the first {stop} tokens")
+        got = case.call(other)[0][:, :stop]
+        _close(got, want[:, :stop], f"the output of the first {stop} tokens, if later ones change,")
 
 
 def _state_size(case: Case) -> None:
@@ -287,7 +295,7 @@ def _state_size(case: Case) -> None:
 
 
 def _sizes(state: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a state's tensors; refuse another kind of state."""
+    """Yield the shapes of a state's tensors; raise an error for other kinds of states."""
     if isinstance(state, tuple):
         for part in state:
             yield from _sizes(part)
@@ -309,7 +317,7 @@ def _packing(case: Case) -> None:
     flat, made = case.x.flatten(0, 1), got.flatten(0, 1)
     for start, stop in itertools.pairwise(cuts):
         want, _ = case.call(flat[start:stop].unsqueeze(0), Grid((stop - start,)))
-        _close(made[start:stop], want[0], "y of a document")
+        _close(made[start:stop], want[0], "the output of a packed document")
 
 
 def _prefix(case: Case) -> None:
@@ -320,7 +328,8 @@ def _prefix(case: Case) -> None:
     (y, _), (z, _) = case.call(x, grid), case.call(other, grid)
     reads = not torch.allclose(y[:, :PREFIX], z[:, :PREFIX], rtol=RTOL, atol=ATOL)
     promised = case.config.prefix_reads_grid
-    _expect(reads == promised, f"prefix_reads_grid is {promised}, but is {reads}")
+    does = "reads" if reads else "does not read"
+    _expect(reads == promised, f"prefix_reads_grid is {promised}, but the prefix {does} the grid")
 
 
 def _continued_prefix(case: Case) -> None:
@@ -332,7 +341,8 @@ def _continued_prefix(case: Case) -> None:
         end = PREFIX + cut * per_step
         before, state = case.call(x[:, :end], Grid((cut, *rest), PREFIX))
         after, _ = case.call(x[:, end:], Grid((steps - cut, *rest)), state=state)
-        _close(torch.cat([before, after], dim=1), want, f"y of two calls, cut after {cut} steps")
+        got = torch.cat([before, after], dim=1)
+        _close(got, want, f"the output of two calls with a prefix, split at {cut} of {steps}")
 
 
 def _always(config: MixerConfig, axes: int) -> bool:
@@ -344,7 +354,7 @@ def _has_state(config: MixerConfig, axes: int) -> bool:
 
 
 def _may_have_prefix(config: MixerConfig, axes: int) -> bool:
-    """Whether tokens may come before the grid; blocks begin at the first token."""
+    """Whether a prefix may come before the grid; blocks begin at the first token."""
     return config.state_block in (None, 1)
 
 

@@ -36,11 +36,11 @@ class MixerConfig(ABC):
         """
 
     def for_layer(self, index: int) -> "MixerConfig":
-        """Return the config for block `index` of a model, plural from 0; by default the same."""
+        """Return the config for block `index` of a model, counted from 0; by default self."""
         return self
 
     def init_for_layer(self, mixer: "Mixer", index: int, depth: int) -> None:  # noqa: B027
-        """Prepare a mixer for initial weights that depend on its block; by default, none do.
+        """Prepare a mixer whose initial weights depend on its block. Does nothing by default.
 
         Args:
             mixer: The mixer of block `index`, built from `for_layer(index)`.
@@ -77,12 +77,12 @@ class MixerConfig(ABC):
 
     @property
     def takes(self) -> frozenset[str]:
-        """Names of further arguments of the mixer's forward.
+        """Names of additional arguments of the mixer's forward.
 
-        "embedding" is the tokens before the first block, "lower_bound" the smallest decay of each
-        channel, which models learn for each block, and "cu_seqlens" the offsets of packed
-        sequences. For mixers that do not take the last, blocks regroup the sequences so that each
-        row contains one.
+        "embedding": The tokens before the first block.
+        "lower_bound": The smallest decay of each channel, which models learn for each block.
+        "cu_seqlens": The offsets of packed sequences. If a mixer does not take them, blocks put
+        each sequence into a row of its own.
         """
         return frozenset()
 
@@ -103,15 +103,15 @@ class MixerConfig(ABC):
 
     @property
     def skips_padding(self) -> bool:
-        """Whether real tokens are mixed as if masked tokens did not exist, wherever these are.
+        """Whether real tokens are mixed as if masked tokens did not exist, wherever they are.
 
-        With other mixers, masked tokens occupy positions, so text networks first move the real
-        tokens together.
+        In other mixers, masked tokens occupy positions, so text networks first move the real tokens
+        of each row together.
         """
         return False
 
-    def check_padding(self, grid: Grid) -> None:  # noqa: B027 - most mixers read any padding
-        """Raise ValueError if a padded grid is not mixed as without its padding.
+    def check_padding(self, grid: Grid) -> None:  # noqa: B027 - most mixers support any padding
+        """Raise ValueError if padding a grid would change how its real tokens are mixed.
 
         Only the number of axes and the prefix of `grid` matter.
         """
@@ -161,12 +161,12 @@ class DirectedMixerConfig(MixerConfig, ABC):
         check_choice("direction", self.direction, self.directions)
         if self.direction == "alternating":
             raise ValueError(
-                "direction is 'alternating', which describes a model and not one mixer of it: "
-                "for_layer(index) gives that mixer's config"
+                "direction is 'alternating', which describes a whole model: build each mixer from "
+                "for_layer(index)"
             )
 
     def check_causal_block(self, causal_block: Any, scan: str) -> None:
-        """Raise ValueError for an invalid block size, or a scan or direction without blocks."""
+        """Raise ValueError if the block size is invalid, or scan or direction do not support it."""
         check_whole(1, causal_block=causal_block)
         if self.direction != "both" or scan != "flat":
             raise ValueError(
@@ -175,7 +175,7 @@ class DirectedMixerConfig(MixerConfig, ABC):
             )
 
     def check_state(self, state: Any, grid: Grid) -> None:
-        """Raise ValueError for a state that a call on this grid cannot continue."""
+        """Raise ValueError if a call on this grid cannot continue from the state."""
         if self.state_block is None:
             raise ValueError("state was given to a mixer that is not causal")
         check_continued(grid)
@@ -185,8 +185,8 @@ class Mixer(nn.Module, ABC):
     """Layer that mixes information between tokens.
 
     Projections of the same input are computed by a single linear layer, `in_proj`, and split,
-    because one large matrix product is faster than several small ones. Call it as a module, so that
-    LoRA, quantization, offloading and autocast apply.
+    because one large matrix product is faster than several small ones. Call `in_proj` as a module,
+    so that LoRA, quantization, offloading and autocast apply.
     """
 
     @abstractmethod
@@ -214,25 +214,25 @@ class Mixer(nn.Module, ABC):
 
     @property
     def projections(self) -> Projections:
-        """The mixer's projections of queries, keys, values and outputs; by default none of them.
+        """The mixer's projections of queries, keys, values and outputs; none by default.
 
-        A mixer declares those that have the same meaning as in softmax attention, so that it can be
+        A mixer lists those that have the same meaning as in softmax attention, so that it can be
         initialized with the projections of another mixer.
         """
         return {}
 
     def check_state(self, state: Any, kind: type, *, causal: bool) -> None:
-        """Raise ValueError for a state that a mixer cannot continue."""
+        """Raise ValueError if a mixer cannot continue from a state."""
         if not causal:
             raise ValueError("state was given to a mixer that is not causal")
         if not isinstance(state, kind):
             raise ValueError(f"state is {named_type(state)}, expected a {kind.__name__}")
 
     def after_masked(self, before: Any, after: Any, keep: Keep) -> Any:
-        """Return the state after one token, as if a masked token had not taken a position.
+        """Return the state after one token, without counting a masked token as a position.
 
-        Text networks call it for causal mixers that do not skip padding. By default, rows with
-        a masked token keep the state before it; a mixer whose state counts positions overrides it.
+        Text networks call this for causal mixers that do not skip padding. By default, rows with
+        a masked token keep the state before it; mixers whose state counts positions override this.
 
         Args:
             before: State before the token.
@@ -271,20 +271,20 @@ def check_blocks(causal_block: int, grid: Grid) -> None:
 
 
 def check_continued(grid: Grid) -> None:
-    """Raise ValueError for the grid of a call that cannot continue another one."""
+    """Raise ValueError if a call on this grid cannot continue another one."""
     if grid.prefix:
         raise ValueError(f"state was given with {grid}, expected no prefix")
 
 
 def masked(x: Hidden, keep: Keep | None) -> Hidden:
-    """Set all tokens but the real ones to zero, even if they are NaN."""
+    """Set masked tokens to zero, even if they are NaN."""
     return x if keep is None else x.masked_fill(~keep.unsqueeze(-1), 0)
 
 
 def rows_where(keep: Keep, state: Any, other: Any) -> Any:
-    """Return the rows of a state where keep, [B, 1], is True, and those of another elsewhere.
+    """Select rows of `state` where keep, [B, 1], is True, and rows of `other` elsewhere.
 
-    Numbers, which have no rows, are those of the first state.
+    Numbers have no rows and are taken from `state`.
     """
     if isinstance(state, tuple):
         parts = [rows_where(keep, a, b) for a, b in zip(state, other, strict=True)]
@@ -306,8 +306,8 @@ def both_directions(
 ) -> tuple[Tensor, Tensor]:
     """Run a causal scan forward and backward over the tokens.
 
-    On a single process, both directions are one call, concatenated along the batch. Over several
-    ranks, they are two calls.
+    In a single process, both directions run in one call, concatenated along the batch. On several
+    ranks, they run in two calls.
 
     Args:
         scan: Causal function of the inputs, [B, T, ...], and of `group`, as in the ops.

@@ -40,8 +40,8 @@ from onescan.shapes import (
     Values,
 )
 
-# Vectors shorter than this are treated as zero. The queries and keys of a blank patch have length
-# 0, so gradients of their normalization would explode.
+# Added to the squared norm of queries and keys, which is 0 for a blank patch. Without it, gradients
+# of the normalization would explode.
 EPS = 1e-6
 
 KeyNorm = Literal["l2", "sum"]
@@ -51,13 +51,13 @@ KeyNorm = Literal["l2", "sum"]
 class DeltaRuleMixerConfig(LinearAttentionConfig):
     """DeltaNet: a memory in which each token overwrites the value stored under its key.
 
-    All scans have the same parameters.
+    All scans share their parameters.
     """
 
     value_width: int | None = None
     """Value channels per head. None for value_expansion * width / num_heads."""
     value_expansion: int = 1
-    """Value channels divided by the width, if value_width is None."""
+    """Ratio of all value channels to the width, if value_width is None."""
     updates: int = 1
     """Updates per token, each with its own key, value and beta, as in DeltaProduct."""
     decay: DecayConfig = field(default_factory=NoDecayConfig)
@@ -67,7 +67,7 @@ class DeltaRuleMixerConfig(LinearAttentionConfig):
     """Activation of queries and keys."""
     qk_norm: KeyNorm = "l2"
     """Divide queries and keys by their L2 norm, or by the sum of their channels, which requires a
-    feature map without negative values."""
+    non-negative feature map."""
     value_map: FeatureMapName = "identity"
     """Activation of values; "silu" in flash-linear-attention."""
     beta: bool = True
@@ -148,7 +148,7 @@ class DeltaRuleMixer(LinearAttention):
         grid: Grid,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
-        """Return the write strengths and the log-decays, which are the same for all scans."""
+        """Return the write strengths and the log-decays, which all scans share."""
         return [(self.beta(x), self.log_decay(x))]
 
     def scan(
@@ -211,9 +211,9 @@ class GatedDeltaNetMixerConfig(DeltaRuleMixerConfig):
     Queries and keys are L2-normalized. They and the values first pass through a convolution and
     SiLU. The norm is per head, with weights that all heads share.
 
-    Source: arXiv:2412.06464. In its models, all keys together have 0.75 times the model's width, in
-    6 heads of 256 at a width of 2048, and all values twice as many channels. Here, they have 1 and
-    2 times the width, unless `key_width` and `value_width` are set.
+    Source: arXiv:2412.06464. In the paper's models, the keys of all heads have 0.75 times the
+    model's width, in 6 heads of 256 at a width of 2048, and the values twice as many channels.
+    Here, they have 1 and 2 times the width, unless `key_width` and `value_width` are set.
     """
 
     value_expansion: int = 2
@@ -234,8 +234,8 @@ class KDAMixerConfig(DeltaRuleMixerConfig):
 
     Other parts are as in `GatedDeltaNetMixerConfig`.
 
-    Source: Kimi Linear, arXiv:2510.26692. Its ranks equal the width of its heads, 128. All
-    projections are without biases; in flash-linear-attention, the gate has one.
+    Source: Kimi Linear, arXiv:2510.26692. Its ranks equal the width of its heads, 128. The
+    projections have no biases; in flash-linear-attention, the gate has one.
     """
 
     decay: DecayConfig = field(default_factory=KDADecayConfig)
@@ -253,8 +253,8 @@ class DeltaProductMixerConfig(DeltaRuleMixerConfig):
         S_{t,r} = (I - beta_tr k_tr k_tr^T) S_{t,r-1} + beta_tr k_tr v_tr^T,  r = 1, ..., updates
         beta_tr = 2 sigmoid(W_r x_t)
 
-    Each update has its own projections and convolutions of keys and values. Gated DeltaProduct is
-    this with ``decay=GatedDeltaNetDecayConfig()`` and ``gate="silu"``; it decays once per token.
+    Each update has its own projections and convolutions of keys and values. For Gated DeltaProduct,
+    which decays once per token, set ``decay=GatedDeltaNetDecayConfig()`` and ``gate="silu"``.
 
     Source: arXiv:2502.10297, with its range of eigenvalues from -1 to 1. The layers of
     flash-linear-attention have the widths of Gated DeltaNet.

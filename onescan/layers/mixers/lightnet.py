@@ -63,8 +63,9 @@ MAX_LOG_GAIN = 4.0  # up to this gain, the norm's epsilon has the intended effec
 class LightNetMixerConfig(LinearAttentionConfig):
     """LightNet attention; each ablation of the paper is one field.
 
-    With direction="both", all tokens are read in one scan (Eq. 14), and otherwise only earlier or
-    only later ones (Eq. 13). `scan` has to be "flat", as a sum over all tokens has no order.
+    With direction="both", each token reads all tokens in one scan (Eq. 14). Otherwise, it reads
+    only earlier or only later ones (Eq. 13). `scan` must be "flat", because a sum over all tokens
+    has no order.
     """
 
     lrpe: bool = True
@@ -79,8 +80,8 @@ class LightNetMixerConfig(LinearAttentionConfig):
     rank 128: full rank would add 27M to the 379M of "shared"."""
     leak: tuple[float, float] | None = None
     """Shortest and longest initial half-life of the leak in tokens, such as (16, 4096); see
-    `additive_decay`. They are spaced geometrically over the heads, and each head learns its own.
-    Requires direction="forward" or "backward". None for no leak, as in the paper."""
+    `additive_decay`. Half-lives are spaced geometrically across heads, and each head learns its
+    own. Requires direction="forward" or "backward". None disables the leak, as in the paper."""
     norm: NormName = "layer"
     gate: Gate = "sigmoid"
     """Activation of the output gate, sigmoid in Eq. 15 and silu in flash-linear-attention; "none"
@@ -118,7 +119,7 @@ class LightNetMixerConfig(LinearAttentionConfig):
         if not self.reads_one_side and self.form in ("chunk", "recurrent") and not by_blocks:
             raise ValueError(
                 f"form is {self.form!r} with direction='both', expected 'auto', 'one_scan' or "
-                "'full', or a mixer that is causal"
+                "'full', or a causal mixer"
             )
         check_choice("decay_logits", self.decay_logits, get_args(DecayLogits))
         if not self.decay and self.decay_logits != "shared":
@@ -140,20 +141,20 @@ class LightNetMixerConfig(LinearAttentionConfig):
         if not self.reads_one_side:
             raise ValueError(
                 f"leak is {self.leak} with direction={self.direction!r}, expected 'forward' or "
-                "'backward': only a causal mixer can forget tokens"
+                "'backward': only causal mixers support a leak"
             )
         if not self.decay or self.decay_logits != "shared":
             raise ValueError(
                 f"leak is {self.leak} with decay={self.decay} and decay_logits="
-                f"{self.decay_logits!r}, expected True and 'shared'"
+                f"{self.decay_logits!r}, but it requires decay=True and decay_logits='shared'"
             )
 
 
 class SeparateState(NamedTuple):
-    """State of the op if the decay has logits of its own.
+    """State of the op if the decay has separate logits.
 
     Attributes:
-        keys: State of `additive_decay`, in which keys are the logits.
+        keys: State of `additive_decay`, whose logits are the keys.
         log_decay_normalizer: Log-normalizer of the decay logits, float64.
     """
 
@@ -169,12 +170,12 @@ class LightNetMixer(LinearAttention):
         KV_t = diag(s_{t-1} / s_t) KV_{t-1} + R_t(exp(k_t) / s_t) v_t^T,   s_t = sum_{r<=t} exp(d_r)
 
     This equals the shared form with each query channel multiplied by g_t = sum exp(k_r) / s_t. This
-    gain is unbounded, but apart from its epsilon, the norm is invariant to any factor common to the
-    channels of a token. If the largest channel of g_t is outside of exp(-4) to exp(4), g_t is
-    therefore scaled into that range, so that outputs can neither overflow nor vanish. With
-    norm="none", the scaling is undone afterwards, and outputs may overflow.
+    gain is unbounded. Apart from its epsilon, however, the norm is invariant to any factor common
+    to all channels of a token. If the largest channel of g_t is outside the range from exp(-4) to
+    exp(4), g_t is therefore scaled into that range, so that outputs neither overflow nor vanish.
+    With norm="none", the scaling is undone afterwards, and outputs may overflow.
 
-    With `leak`, which is not in the paper, s_{t-1} is multiplied by exp(-exp(log_leak)) first, so
+    With `leak`, which is not in the paper, s_{t-1} is first multiplied by exp(-exp(log_leak)), so
     that each head forgets tokens at a learned rate.
 
     Source: LightNet, arXiv:2405.21022, Eq. 13 to 15. The paper does not mention W_o, but its
@@ -263,7 +264,7 @@ class LightNetMixer(LinearAttention):
     def _scan_undecayed(
         self, q: Queries, k: Keys, v: Values, options: ScanOptions
     ) -> tuple[Values, Any]:
-        """Compute the paper's "w/o Decay", Sec. 6.3, with SiLU instead of the softmax."""
+        """Compute the ablation "w/o Decay" of Sec. 6.3, with SiLU instead of the softmax."""
         config, angles, keep = self.config, options.angles, options.keep
         q, k = F.silu(q), F.silu(k)
         table = _table(angles, q)
@@ -291,7 +292,7 @@ class LightNetMixer(LinearAttention):
     def after_masked(
         self, before: LinearAttentionState, after: LinearAttentionState, keep: Keep
     ) -> LinearAttentionState:
-        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        """Rotate keys in rows with a masked token by one position; see `Mixer.after_masked`."""
         if not self.config.lrpe:
             return after
         (theta,) = to_accumulation_dtype(self.theta)
@@ -330,19 +331,19 @@ class LightNetMixer(LinearAttention):
 
 
 def _table(angles: Angles | RotaryPositions | None, x: Keys) -> Angles | None:
-    """Return the angles of tokens that are consecutive positions."""
+    """Return a table of angles, computed if they are given as `RotaryPositions`."""
     return angles.angles(x.shape[1]) if isinstance(angles, RotaryPositions) else angles
 
 
 def _first_axis_position(position: Any, grid: Grid) -> Any:
-    """Return the position along the first axis that follows this number of tokens of a grid."""
+    """Return the position along the first axis after this number of tokens of a grid."""
     if len(grid.shape) == 1:
         return position
     tokens = math.prod(grid.shape[1:])
     if isinstance(position, int) and position % tokens:
         raise ValueError(
-            f"state.position is {position} with {grid}, expected a multiple of {tokens}: a state "
-            "continues grids of the same sizes, except along the first axis"
+            f"state.position is {position} with {grid}, expected a multiple of {tokens}: grids of "
+            "successive calls may differ only along the first axis"
         )
     return position // tokens
 
@@ -358,9 +359,9 @@ def _log_gain(
 ) -> tuple[Tensor, LogNormalizer]:
     """Return log(sum exp(k) / sum exp(decay_logits)) and the log-normalizer of the decay logits.
 
-    Both are float64. With blocks, the first has shape [B, T, H, K], and its sums end with the block
-    of each token. Without blocks, it has shape [B, 1, H, K]. `before` contains the log-normalizers
-    of keys and decay logits before the first token, [2, B, H, K].
+    Both are float64. With blocks, the first has shape [B, T, H, K], and its sums run up to the end
+    of each token's block. Without blocks, it has shape [B, 1, H, K]. `before` contains the
+    log-normalizers of keys and decay logits before the first token, [2, B, H, K].
     """
     both = torch.stack([k, decay_logits]).double()
     if keep is not None:
@@ -377,7 +378,7 @@ def _log_gain(
 
 
 def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
-    """Replace each token, [B, T, ...], by the last token of its block."""
+    """Replace each token, [B, T, ...], with the last token of its block."""
     if block is None or block == 1:
         return x
     place = torch.arange(x.shape[1], device=x.device)
@@ -402,7 +403,7 @@ def _log_gain_over_ranks(
     if block is None:
         z = total.unsqueeze(2)
     else:
-        count = len(ends) - group.size + group.rank  # of earlier ranks, and the state
+        count = len(ends) - group.size + group.rank  # earlier ranks, and the state if any
         earlier = F.pad(ends[:count], (0, 0) * 4 + (1, 0), value=LOG_ZERO).logsumexp(dim=0)
         z = logaddexp(z[:, :, 1:], earlier.unsqueeze(2))
     return _at_block_ends(z[0] - z[1], block), total[1]
@@ -423,6 +424,6 @@ def _scaled(o: Values, log_scale: Tensor) -> Values:
     if can_look_at_values(scaled) and not scaled.detach().isfinite().all():
         raise ValueError(
             f"norm is 'none' and the decay logits scale outputs by up to "
-            f"exp({log_scale.max().item():.0f}), beyond the range of {o.dtype}; expected a norm"
+            f"exp({log_scale.max().item():.0f}), which exceeds the range of {o.dtype}; use a norm"
         )
     return scaled

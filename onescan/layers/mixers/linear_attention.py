@@ -1,8 +1,8 @@
-"""What linear attention mixers share: project, convolve, map, scan, norm, gate, project.
+"""Base classes of linear attention mixers: project, convolve, map, scan, norm, gate, project.
 
-A mixer is a config and the answer to "what are the queries, keys, values and decays, and which op
-scans them". All else is `LinearAttention`: directions, snake scans, convolutions, masks, packed
-sequences, states, cross-attention, the norm, the gate and both projections.
+A mixer defines its queries, keys, values and decays, and the op that scans them. `LinearAttention`
+does the rest: directions, snake scans, convolutions, masks, packed sequences, states,
+cross-attention, the norm, the gate and both projections.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ from onescan.shapes import (
 
 ConvSize = int | Literal["auto"] | None
 
-# Sizes of the convolution "auto", which reads 3 neighbors on one side, or on both as in Hydra
+# Kernel sizes for conv_size="auto": 3 neighbors on one side, or on both sides as in Hydra
 CAUSAL_CONV, CENTERED_CONV = 4, 7
 
 
@@ -61,13 +61,13 @@ class LinearAttentionConfig(DirectedMixerConfig, ABC):
     ("natural")."""
     causal_block: int | None = None
     """Tokens per block of a blockwise causal mixer: each token reads its own block in both
-    directions, and all earlier blocks. For images and video that are generated block by block, such
-    as by rows or frames. There is a state after each block, and the convolution is causal. Requires
+    directions, and all earlier blocks. Useful to generate images or video block by block, such as
+    by rows or frames. There is a state after each block, and the convolution is causal. Requires
     direction="both", scan="flat" and a grid without a prefix."""
     conv_size: ConvSize = None
     """Kernel size of a short convolution of queries, keys and values along each scan, before their
     activations. It reads the current token and those before it in the mixer's direction. With
-    direction="both", it is centered and requires an odd size. None omits it; "auto" is the 4 of
+    direction="both", it is centered and requires an odd size. None omits it; "auto" is 4, as in
     DeltaNet and flash-linear-attention, or 7 if centered."""
     conv_bias: bool = False
     """Add a bias to the convolution."""
@@ -121,7 +121,7 @@ class LinearAttentionConfig(DirectedMixerConfig, ABC):
         return self.value_width or self.head_width(width)
 
     def check_shared_fields(self) -> None:
-        """Raise ValueError for a field of this class that is out of range."""
+        """Raise ValueError if a field of this class is invalid."""
         self.check_direction()
         check_choice("scan", self.scan, get_args(ScanName))
         check_choice("gate", self.gate, get_args(Gate))
@@ -152,7 +152,7 @@ class ScanOptions(NamedTuple):
     """Arguments of an op besides queries, keys, values and decays.
 
     Attributes:
-        angles: Rotary angles, in the order of the tokens; None without any.
+        angles: Rotary angles, in the order of the tokens; None if positions are not rotary.
         keep: True for real tokens.
         cu_seqlens: Offsets of packed sequences.
         state: State of the op.
@@ -169,15 +169,15 @@ class ScanOptions(NamedTuple):
 class LinearAttention(Mixer, ABC):
     """Base class: o = scan of q, k, v and decays, then W_o [Norm(o) * activation(gate)].
 
-    A mixer calls this constructor, builds its own parts, and then calls `build_output`.
+    A subclass calls this constructor, builds its own parts, and then calls `build_output`.
 
     Args:
         config: Config of the mixer.
         width: Width of the tokens.
-        values: Channels of the values of all heads, which the gate multiplies.
-        qkv_widths: Channels of the queries, keys and values, or of queries and values alone if the
+        values: Value channels of all heads together, which the gate multiplies.
+        qkv_widths: Channels of the queries, keys and values, or only of queries and values if the
             decay provides the keys.
-        extra_widths: Channels of further projections, which `decays_of` receives.
+        extra_widths: Channels of additional projections, which `decays_of` receives.
     """
 
     def __init__(
@@ -224,15 +224,15 @@ class LinearAttention(Mixer, ABC):
     def projections(self) -> Projections:
         return merged_projections(self.qkv_widths, self.out_proj, heads=self.config.num_heads)
 
-    # What a mixer defines
+    # Methods that subclasses define
 
     @abstractmethod
     def qkv(self, parts: Sequence[Tensor], angles: Any) -> tuple[Queries, Any, Values]:
-        """Return queries, keys and values [B, T, H, .] of the parts of `in_proj` that compute them.
+        """Compute queries, keys and values, [B, T, H, .], from their parts of `in_proj`.
 
         Args:
             parts: One tensor [B, T, channels] for each of `qkv_widths`.
-            angles: What `angles` returned.
+            angles: Return value of `angles`.
         """
 
     @abstractmethod
@@ -245,7 +245,7 @@ class LinearAttention(Mixer, ABC):
             q: Queries.
             k: Keys, as `qkv` returned them.
             v: Values.
-            decays: What `decays_of` returned for this scan.
+            decays: Return value of `decays_of` for this scan.
             options: The other arguments of the op.
         """
 
@@ -256,7 +256,9 @@ class LinearAttention(Mixer, ABC):
         grid: Grid,
         lower_bound: LowerBound | None,
     ) -> list[Sequence[Tensor | None]]:
-        """Return decays and other inputs of the op, [B, T, ...] or None, of each scan or of all.
+        """Return decays and other inputs of the op, [B, T, ...] or None.
+
+        The list has one entry per scan, or a single entry that all scans share.
 
         Args:
             x: Tokens.
@@ -267,7 +269,7 @@ class LinearAttention(Mixer, ABC):
         return [()]
 
     def angles(self, u: Tensor, grid: Grid, start: Position) -> Any:
-        """Return the rotary angles of tokens that follow `start` others; None if there are none."""
+        """Return the rotary angles of tokens from position `start` on; None if not rotary."""
         return None
 
     def write(self, k: Any, v: Values, decays: Sequence[Any], options: ScanOptions) -> Any:
@@ -275,14 +277,14 @@ class LinearAttention(Mixer, ABC):
         raise NotImplementedError
 
     def read(self, q: Queries, state: Any, angles: Any) -> Values:
-        """Return what queries read from a state of `write`."""
+        """Return the outputs of queries that read a state returned by `write`."""
         raise NotImplementedError
 
     def finished(self, o: Tensor) -> Tensor:
-        """Return the outputs of the op after the mean over all scans."""
+        """Transform the outputs of the op, averaged over all scans."""
         return o
 
-    # What all mixers do
+    # Methods that all mixers share
 
     def forward(
         self,
@@ -335,7 +337,7 @@ class LinearAttention(Mixer, ABC):
             keep: True for the real tokens of the context.
         """
         if self.conv is not None:
-            raise ValueError("context was given to a mixer with a convolution, expected none")
+            raise ValueError("a mixer with a convolution does not support context")
         context = masked(context, keep)
         queries, gate, _ = self._projected(x)
         keys, _, extra = self._projected(context)
@@ -350,7 +352,7 @@ class LinearAttention(Mixer, ABC):
 
     def _projected(self, x: Hidden) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor]]:
         """Return the inputs of `qkv` (or of the convolution), of the gate and of `decays_of`."""
-        if self.conv is None:  # a single split, as the gradient of each is a copy
+        if self.conv is None:  # split once, because the gradient of each split is a copy
             parts = self.in_proj(x).split(self.in_widths, dim=-1)
             count = len(self.qkv_widths)
         else:
@@ -367,7 +369,7 @@ class LinearAttention(Mixer, ABC):
         window: Any,
         scans: SnakeScans | None,
     ) -> tuple[Tensor, Any, Any]:
-        """Scan in this mixer's order and back: return outputs, the op's state and the window."""
+        """Scan in the mixer's order; return outputs in token order, the op's state and window."""
         backward, keep, angles = self.config.direction == "backward", options.keep, options.angles
         group = scan_group(backward=backward)
         inputs: Any
@@ -407,7 +409,7 @@ class LinearAttention(Mixer, ABC):
         return self.out_proj(o)
 
     def _norm_dtype(self, x: Hidden, o: Tensor) -> torch.dtype:
-        """Return the dtype of the norm's input: that of its weights, or one for `out_proj`."""
+        """Return the dtype of the norm's input: that of its weights, or else one for `out_proj`."""
         scale = getattr(self.norm, "weight", None)
         if scale is not None:
             return scale.dtype
@@ -415,19 +417,19 @@ class LinearAttention(Mixer, ABC):
 
 
 def _check_parts(state: LinearAttentionState, **expected: bool) -> None:
-    """Raise ValueError if a state has other parts than this mixer's, so that it is another's."""
+    """Raise ValueError if a state belongs to a mixer with other parts."""
     for name, is_expected in expected.items():
         part = getattr(state, name)
         if (part is not None) != is_expected:
-            found = "None" if part is None else "given"
-            wanted = "one" if is_expected else "None"
+            found = "None" if part is None else "not None"
+            has = "has" if is_expected else "has no"
             raise ValueError(
-                f"state.{name} is {found}, expected {wanted}: the state is that of a mixer with "
-                f"{'no' if is_expected else 'a'} {NEEDED_BY[name]}"
+                f"state.{name} is {found}, but this mixer {has} {NEEDED_BY[name]}: the state "
+                "belongs to another mixer"
             )
 
 
-NEEDED_BY = {"window": "convolution", "position": "rotary position"}
+NEEDED_BY = {"window": "short convolutions", "position": "rotary positions"}
 
 
 def _length(x: Hidden, grid: Grid) -> Position:

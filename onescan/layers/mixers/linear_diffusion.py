@@ -361,10 +361,12 @@ class LinearDiffusionMixer(Mixer):
         if not self.config.separable:
             (diffusion,) = self.diffusions
             return diffusion(x, keep=keep, cu_seqlens=cu_seqlens, state=state)
-        if grid.tokens != x.shape[1] or len(grid.shape) != len(self.diffusions):
+        if grid.tokens != x.shape[1]:
+            raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
+        if len(grid.shape) != len(self.diffusions):
             raise ValueError(
-                f"x has {x.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} axes, "
-                f"expected as many, on {len(self.diffusions)} axes"
+                f"{grid} has {len(grid.shape)} axes, but the mixer was built for "
+                f"{len(self.diffusions)}"
             )
         h = x[:, grid.prefix :].unflatten(1, grid.shape)  # B axes D
         real = None if keep is None else keep[:, grid.prefix :].unflatten(1, grid.shape)

@@ -58,7 +58,7 @@ Normalize = Literal["none", "sum", "max_one", "sum_before_mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class LionMixerConfig(LinearAttentionConfig):
-    """LION-s by default; other linear attentions with decay by changing fields."""
+    """LION-s by default; other values of the fields give other linear attentions with decay."""
 
     state_size: int | None = None
     """Make each channel a separate head with this many key channels, as in Mamba. The channels of
@@ -138,8 +138,8 @@ class LionMixerConfig(LinearAttentionConfig):
         ):
             raise ValueError(
                 f"state_size is {self.state_size} with key_width={self.key_width}, "
-                f"value_width={self.value_width} and norm_heads={self.norm_heads}, expected None, "
-                "None and False"
+                f"value_width={self.value_width} and norm_heads={self.norm_heads}, but it requires "
+                "key_width=None, value_width=None and norm_heads=False"
             )
         return LionMixer(self, width, axes)
 
@@ -186,7 +186,7 @@ class LionMixer(LinearAttention):
         """Return queries, keys (None if the decay provides them) and values."""
         q, *projected, v = parts
         q = self._features(q, angles)
-        if not self._divides_by_row_sum:  # a division cancels factors of queries
+        if not self._divides_by_row_sum:  # dividing by the row sum would cancel this factor
             q = q * self.key_width**-0.5
         k = self._features(projected[0], angles) if projected else None
         v = self.value_map(v.unflatten(-1, (self.num_heads, -1)))
@@ -204,10 +204,11 @@ class LionMixer(LinearAttention):
         """Return the log-decay and the factor of the keys (or the keys) of each scan."""
         outputs = [_without_prefix(d, grid.prefix) for d in self._decay_outputs(x, lower_bound)]
         if self.config.scan == "natural":
-            if grid.tokens != x.shape[1] or len(grid.shape) != len(outputs):
+            if grid.tokens != x.shape[1]:
+                raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
+            if len(grid.shape) != len(outputs):
                 raise ValueError(
-                    f"x has {x.shape[1]} tokens and {grid} {grid.tokens} on {len(grid.shape)} "
-                    f"axes, expected as many, on {len(outputs)} axes"
+                    f"{grid} has {len(grid.shape)} axes, but the mixer was built for {len(outputs)}"
                 )
             return [(_per_token(d.log_decay, x), d.key) for d in outputs]
         return [(d.log_decay, d.key) for d in outputs]
@@ -225,7 +226,7 @@ class LionMixer(LinearAttention):
         k = _keys(k, key).to(q.dtype)
         normalize = config.normalize
         if config.scan == "natural":
-            if normalize == "sum":  # outputs for values of 1 are the row sums, not rounded
+            if normalize == "sum":  # a value of 1 outputs the row sum, not rounded
                 (v,) = to_accumulation_dtype(v)
                 v = F.pad(v, (0, 1), value=1.0)
             normalize = "none"
@@ -256,7 +257,7 @@ class LionMixer(LinearAttention):
     def after_masked(
         self, before: LinearAttentionState, after: LinearAttentionState, keep: Keep
     ) -> LinearAttentionState:
-        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        """Rotate keys in rows with a masked token by one position; see `Mixer.after_masked`."""
         if not self.config.rotary:
             return after
         kv, k_sum = after.attention
@@ -313,7 +314,7 @@ class LionMixer(LinearAttention):
         """Apply the feature map and the rotation, and repeat a group for each of its heads."""
         x = x.unflatten(-1, (self.config.num_heads, -1))
         x = x if self._maps_in_op else self.feature_map(x)
-        if angles is not None:  # of the distance in this mixer's direction
+        if angles is not None:  # by the distance in the mixer's direction
             x = rotated(x, -angles if self.config.direction == "backward" else angles)
         if self.config.state_size is None:
             return x
@@ -345,7 +346,7 @@ def _keys(k: Keys | None, key: Tensor | None) -> Keys:
 
 
 def _divided_by_row_sum(q: Queries, k: Keys, keep: Keep | None) -> Queries:
-    """Return q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V of Table 6's row 5."""
+    """Return q / sum_j q . k_j, for Y = (Scale(Q K^T) * M) V in row 5 of Table 6."""
     q, k = to_accumulation_dtype(q, k)
     with disable_autocast(q):
         k_sum = k.sum(dim=1) if keep is None else torch.einsum("bthk,bt->bhk", k, keep.to(k.dtype))
@@ -362,12 +363,12 @@ def _per_token(log_decay: LogDecay | None, x: Hidden) -> LogDecay | None:
 RETNET = FixedDecayConfig(init="retnet", learnable=False)
 
 # The linear transformers of LION's Table 1.
-# They are bidirectional; direction="forward" gives the causal recurrences, which are the only ones
-# in the table. Feature maps are those of the original models, except for the random features of
-# gated RFA. Convolutions, output gates and RetNet's rotation are omitted; `conv_size`, `gate` and
-# `rotary` add them. Also omitted are token shifts, RWKV-6's bonus and Mamba's skip connection D x.
-# The original RWKV-6 reads the state before decaying it; it is `RWKV6MixerConfig`. Outputs without
-# scaling grow with the number of tokens, hence the norm. All original models apply the decay of the
+# They are bidirectional; direction="forward" gives the causal recurrences, the only form in the
+# table. Feature maps are those of the original models, except for the random features of gated RFA.
+# Convolutions, output gates and RetNet's rotation are omitted; `conv_size`, `gate` and `rotary` add
+# them. Token shifts, RWKV-6's bonus and Mamba's skip connection D x are omitted too. The original
+# RWKV-6, which reads the state before decaying it, is `RWKV6MixerConfig`. Outputs without scaling
+# grow with the number of tokens, so they need a norm. All original models apply the decay of the
 # reading token ("target"), which is the default for diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(
     {

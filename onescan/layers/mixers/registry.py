@@ -34,16 +34,16 @@ BUILT_IN = frozenset(_MIXERS)
 
 
 def register_mixer(name: str, config: MixerConfig) -> None:
-    """Give a mixer of your own a name, which `--model.mixer` and `mixer_named` take.
+    """Register a custom mixer under a name, for `--model.mixer` and `mixer_named`.
 
     Args:
-        name: ASCII letters, digits and underscores, beginning with a letter; not one of onescan's
-            own names. A name of yours can be given again, such as after an edit.
-        config: Config of the mixer. A model that takes it sets its number of heads, biases and
-            direction as far as it has these fields.
+        name: ASCII letters, digits and underscores, beginning with a letter; not the name of a
+            built-in mixer. Registering a name again replaces its config.
+        config: Config of the mixer. Recipes that use it set its number of heads, biases and
+            direction, if it has these fields.
 
     Raises:
-        ValueError: If the name is onescan's own or does not fit.
+        ValueError: If the name is invalid or belongs to a built-in mixer.
 
     >>> register_mixer("retnet_wide", LionMixerConfig(key_width=64))
     >>> mixer_named("retnet_wide").key_width
@@ -53,10 +53,13 @@ def register_mixer(name: str, config: MixerConfig) -> None:
         raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name.endswith(HYBRID):
         raise ValueError(
-            f"name is {name!r}, expected letters, digits and underscores, not ending in {HYBRID!r}"
+            f"name is {name!r}, expected letters, digits and underscores, beginning with a letter "
+            f"and not ending in {HYBRID!r}"
         )
     if name in BUILT_IN:
-        raise ValueError(f"name is {name!r}, which is onescan's own mixer; expected another name")
+        raise ValueError(
+            f"name is {name!r}, which belongs to a built-in mixer; choose another name"
+        )
     _MIXERS[name] = config
 
 
@@ -64,12 +67,12 @@ def mixer_named(name: str) -> MixerConfig:
     """Return the config of a mixer by name.
 
     Raises:
-        ValueError: If there is none; names the closest.
+        ValueError: If there is no such mixer; the message suggests similar names.
     """
     check_choice("name", name, _MIXERS)
     return _MIXERS[name]
 
 
 def mixer_names() -> list[str]:
-    """Return the names of all mixers, also of those that were registered."""
+    """Return the names of all mixers, including registered ones."""
     return list(_MIXERS)

@@ -55,7 +55,7 @@ class VisionRWKVMixerConfig(MixerConfig):
 
     def init_for_layer(self, mixer: Mixer, index: int, depth: int) -> None:
         assert isinstance(mixer, _ShiftMixer)
-        blocks = 2 if self.part == "alternating" else 1  # of each layer
+        blocks = 2 if self.part == "alternating" else 1  # per layer
         mixer.layer, mixer.layers = index // blocks, max(depth // blocks, 1)
         mixer.init_weights()
 
@@ -63,8 +63,8 @@ class VisionRWKVMixerConfig(MixerConfig):
         check_choice("part", self.part, get_args(Part))
         if self.part == "alternating":
             raise ValueError(
-                "part is 'alternating', which describes a model and not one mixer of it: "
-                "for_layer(index) gives that mixer's config"
+                "part is 'alternating', which describes a whole model: build each mixer from "
+                "for_layer(index)"
             )
         check_choice("form", self.form, get_args(Form))
         check_positive(ratio=self.ratio, chunk_size=self.chunk_size)
@@ -78,12 +78,12 @@ class _ShiftMixer(Mixer):
     """Base class of both mixers: inputs are weighted means of a token and its neighbors.
 
     Initial weights depend on the layer l of L, as in RWKV-4, arXiv:2305.13048, App. E, on which
-    Vision-RWKV is based. A mixer without a model is initialized as the first of several layers.
+    Vision-RWKV is based. Outside a model, a mixer is initialized like the first of several layers.
     """
 
     no_weight_decay = frozenset({"shift_mix"})
     powers: tuple[float, ...]  # initial weights of x for each input: share of the channel ** power
-    offsets: tuple[float, ...]  # what the last layer adds to them
+    offsets: tuple[float, ...]  # added to these weights in the last layer
     layer, layers = 0, 1  # index of the layer, and number of layers, each of two blocks
 
     def __init__(self, config: VisionRWKVMixerConfig, width: int) -> None:
@@ -274,7 +274,7 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
         ValueError: If x does not have as many tokens as the grid.
     """
     if grid.tokens != x.shape[1]:
-        raise ValueError(f"x has {x.shape[1]} tokens and {grid} {grid.tokens}, expected as many")
+        raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
     axes = len(grid.shape)
     group = x.shape[-1] // (2 * axes)
     inside = x[:, grid.prefix :].unflatten(1, grid.shape)

@@ -95,17 +95,16 @@ def additive_decay(
         state: State of earlier tokens (causal or with `causal_block`), or of additional tokens (not
             causal), such as another device's part of the sequence or the context of
             cross-attention.
-        leak: Log rate per token at which weights decay, finite and at least 0, [H] or [H, K]. The
+        leak: Rate at which weights decay with distance, finite and at least 0, [H] or [H, K]. The
             query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t, so
-            that weights halve every ln(2) / leak tokens. Masked tokens do not count. Requires
-            causal=True and has no kernels. States of calls with a leak cannot be merged. None for
-            no leak, as in the paper.
+            weights halve every ln(2) / leak tokens. Masked tokens do not count. Requires
+            causal=True and runs only on the backend "torch". States of calls with a leak cannot be
+            merged. None disables the leak, as in the paper.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
             "full" run the causal forms on 2T tokens, without a state per block, and are the only
-            ones for offsets. "auto" chooses the
-            fastest.
+            ones for offsets. "auto" chooses the fastest.
         backend: "torch" runs on any device. "triton" runs kernels on a GPU. It implements
             "one_scan", "chunk" and, without gradients, "recurrent", for heads of up to 128 channels
             and dtypes of up to 32 bits, with first derivatives only. "recurrent" is one launch,
@@ -126,9 +125,9 @@ def additive_decay(
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
             feature map does not exist, chunk_size or causal_block is below 1, causal_block is given
-            with causal=True, or leak without it, cu_seqlens is invalid, the form does not support
-            cu_seqlens or a group, a rank ends within a block or, on a CPU, leak is negative or not
-            finite, or an argument holds NaN or an infinity that causes NaN.
+            with causal=True, leak is given without causal=True, cu_seqlens is invalid, the form
+            does not support cu_seqlens or a group, a rank ends within a block or, on a CPU, leak is
+            negative or not finite, or an argument contains NaN or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.zeros(1, 3, 1, 1)
@@ -170,9 +169,9 @@ def write(
     keep: Keep | None = None,
     state: AdditiveDecayState | None = None,
 ) -> AdditiveDecayState:
-    """Return the state of tokens that no query of their own reads, in plain torch.
+    """Return the state of tokens without queries, such as the context of cross-attention.
 
-    For example, the context of cross-attention. `read` reads the state.
+    Runs in plain torch. `read` reads the state.
 
     Args:
         k: As in `additive_decay`.
@@ -206,11 +205,11 @@ def read(
     angles: Angles | None = None,
     feature_map: FeatureMapName = "identity",
 ) -> Values:
-    """Return what queries read from a state, [B, T, H, V] in the dtype of q, in plain torch.
+    """Read a state with queries; return outputs, [B, T, H, V] in the dtype of q, in plain torch.
 
     Args:
         q: Queries, [B, T, H, K].
-        state: State of all tokens that the queries read, of `write` or `additive_decay`.
+        state: State of all tokens that the queries read, from `write` or `additive_decay`.
         angles: LRPE angles of the queries, [T, H, K], if the state was written with angles.
         feature_map: Feature map to apply to the queries.
 

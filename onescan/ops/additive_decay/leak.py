@@ -3,13 +3,13 @@
     z_t = logaddexp(z_{t-1} - leak, k_t)
     weight of token s for token t: exp(k_s - leak (t - s) - z_t)
 
-With logits and log-normalizers relative to the start of a call, this is the recurrence without a
-leak, where n_t is the number of real tokens up to token t:
+Let n_t be the number of real tokens of a call up to token t. If logits and log-normalizers are
+shifted by leak n_t, they obey the recurrence without a leak:
 
     k'_t = k_t + leak n_t,    z'_t = z_t + leak n_t = logaddexp(z'_{t-1}, k'_t)
 
-Forms therefore receive k', and the leak is subtracted from the log-normalizer of the last state.
-k' grows with the number of tokens, so it is float64, in which its spacing is 1e-12 near 1e4. Forms
+Forms therefore receive k', and the shift is subtracted from the log-normalizer of the last state.
+Because k' grows with the number of tokens, it is float64, whose spacing is 1e-12 near 1e4. Forms
 convert only differences of logits and normalizers to float32.
 """
 
@@ -31,13 +31,13 @@ from onescan.shapes import Keys, Leak, Values
 
 
 def check_leak(leak: Any, k: Any, layout: Layout) -> None:
-    """Raise ValueError if a call has no use for a leak, or if it has a wrong shape or value."""
+    """Raise ValueError if a call does not support a leak, or its shape or values are invalid."""
     if layout.causal_block is not None:
-        raise ValueError("leak was given with causal_block, expected causal=True instead")
+        raise ValueError("leak does not support causal_block, expected causal=True instead")
     if not layout.causal:
         raise ValueError(
-            "leak was given with causal=False, expected causal=True: without causality, all tokens "
-            "read one state, and a leak would only weaken the first tokens for all of them"
+            "leak requires causal=True: with causal=False, all tokens read the same state, so a "
+            "leak would only give the first tokens less weight"
         )
     check_tensors(k=(k, "B T H K"), leak=(leak, ("H", "H K")))
     if can_look_at_values(leak):
@@ -69,7 +69,7 @@ def context_with_leak(
     tables: tuple[Table | None, Table | None],
     state: AdditiveDecayState | None,
 ) -> AdditiveDecayState:
-    """Return the state after tokens with logits of `add_leak`, in the dtype of v."""
+    """Return the state after tokens whose logits come from `add_leak`, in the dtype of v."""
     peak = k.detach().amax(dim=1)  # B H K
     peak = torch.where(peak > -torch.inf, peak, 0)
     z, kv = write((k - peak.unsqueeze(1)).to(v.dtype), v, *tables, is_lean=True)

@@ -50,9 +50,9 @@ class Inputs(NamedTuple):
         angles: Angles of LRPE, or the positions from which they are computed; None without LRPE.
         table: Cosines and sines of the angles, [T, H, 2, K], if `AdditiveDecay.prepared` needed
             them.
-        leak: Log rate at which weights decay per token; None for 0.
-        leaked: What `add_leak` has added to the log-normalizer of the last state; None before
-            `AdditiveDecay.prepared`, and without leak.
+        leak: Rate at which weights decay with distance; None for 0.
+        leaked: What `add_leak` added to the log-normalizer of the last state; None before
+            `AdditiveDecay.prepared` and without a leak.
     """
 
     q: Queries
@@ -92,7 +92,7 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
 
 
 def _without_leak(state: AdditiveDecayState, leaked: Tensor | None) -> AdditiveDecayState:
-    """Subtract from a log-normalizer what `add_leak` has added to it."""
+    """Subtract what `add_leak` added to a log-normalizer."""
     if leaked is None:
         return state
     return state._replace(log_normalizer=state.log_normalizer - leaked)

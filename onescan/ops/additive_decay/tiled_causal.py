@@ -170,7 +170,7 @@ def _scan(
         boundary, chunk_mass = _rounded(z, dtype)
         before, after = boundary[:, :, :-1], boundary[:, :, 1:]
         mass_before, mass_out = chunk_mass[:, :, :-1], chunk_mass[:, :, -1]
-    else:  # the state after a chunk moves to the reference before the next one
+    else:  # convert the state after a chunk to the reference of the next one
         before, mass_before = _rounded(z[:, :, :-1] - offset, dtype)
         after, mass_after = _rounded(z[:, :, 1:] - offset, dtype)
         mass_out = mass_after[:, :, -1]
@@ -390,7 +390,7 @@ def _scan_tiles(
 
 
 def _relative(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Subtract from logits of chunks, [B, H, N, C, K], an offset per chunk, which is returned."""
+    """Subtract an offset per chunk from logits, [B, H, N, C, K]; return logits and offsets."""
     peak = k.amax(-2)
     # multiples of 64, so that a leak of 0 leaves logits near 0 as they are
     offset = torch.where(peak > -torch.inf, (peak / 64).round() * 64, 0)
@@ -398,7 +398,7 @@ def _relative(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round log-normalizers; return them, and normalizers relative to them."""
+    """Round log-normalizers; return them, and the normalizers relative to the rounded ones."""
     boundary = z.to(dtype)
     # LOG_ZERO changes when rounded to float32. Without tokens, set the mass to 1.
     return boundary, torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(dtype)

@@ -229,7 +229,7 @@ def test_weights_as_trained_are_reported_beside_the_ema(tmp_path, monkeypatch):
 
 
 def test_weights_as_trained_are_not_reported_beside_no_ema():
-    with pytest.raises(ValueError, match=r"is raw, but requires training\.ema_decay"):
+    with pytest.raises(ValueError, match=r"is raw, which requires training\.ema_decay"):
         tiny_run(reported_weights="raw")
 
 

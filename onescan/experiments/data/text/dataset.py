@@ -74,8 +74,8 @@ class TextDatasetConfig(DataConfig):
     """Add [CLS] before and [SEP] after each document, as in BERT fine-tuning. A document split
     across sequences gets them around each part. For masked language models only."""
     packing: bool = True
-    """Pack documents into sequences without padding, so that every token is read. Otherwise, each
-    sequence contains one document: its first tokens, padded."""
+    """Pack documents into sequences without padding, so that every token is used. Otherwise, each
+    sequence contains only the first tokens of one document, padded."""
     long_documents: LongDocuments = "continue"
     """If a document is longer than a sequence, continue it in the next one (continue) or end the
     run (raise). Without packing, continue truncates it."""

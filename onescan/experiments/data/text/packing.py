@@ -1,4 +1,4 @@
-"""Documents in rows of tokens, packed or one each, tokenized beforehand or while streamed."""
+"""Rows of tokens, with packed documents or one each, tokenized beforehand or while streaming."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ def text_length(length: int, frame: Frame | None) -> int:
 
 
 def first_tokens(ids: Ids, length: int, frame: Frame | None) -> Ids:
-    """Return the first `length` tokens of a document, the last of which may be the frame's end."""
+    """Return the first tokens of a document, at most `length` with the end of the frame."""
     return ids if len(ids) <= length else ids[: length if frame is None else length - 1]
 
 
@@ -142,7 +142,7 @@ class TextRows(DataSet):
 
 
 class TruncatedText(TextRows):
-    """One document per row: its first tokens, padded. Documents are shuffled in an epoch."""
+    """Rows with the first tokens of one document each, padded; shuffled in every epoch."""
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.corpus.lengths))
@@ -173,10 +173,10 @@ class TruncatedText(TextRows):
 class PackedText(TextRows):
     """Documents packed into rows.
 
-    In an epoch, documents are shuffled and concatenated to a circle, which is cut into rows from a
-    random offset on; then the rows are shuffled. So every token is in one row of every epoch, and
+    In each epoch, documents are shuffled and concatenated into a circle, which is cut into rows at
+    a random offset; then the rows are shuffled. Thus every token is in one row of every epoch, and
     rows differ between epochs, even for a single document. A document cut off at the end of a row
-    continues at the beginning of another. In the stored order, rows are cut from the beginning on.
+    continues at the beginning of another. In the stored order, rows are cut from the beginning.
     The last row is padded.
     """
 
@@ -265,7 +265,7 @@ class StreamedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextStream(DataSet):
-    """Documents tokenized and put into rows as they are read, shuffled by shards and in blocks.
+    """Rows of documents that are tokenized as they are read, shuffled by shards and in blocks.
 
     After the last shard, all are read again in another order, in rounds, so an epoch may have any
     number of rows. In the stored order, the stream ends with the last shard, and its last row is
@@ -286,7 +286,7 @@ class TextStream(DataSet):
         long_documents: Whether a document longer than a row continues in the next, or raises an
             error.
         frame: Ids to add around each part of a document in a row, if any.
-        packing: Whether documents are packed; otherwise, each row contains the first tokens of one.
+        packing: Whether to pack documents; otherwise, each row contains the first tokens of one.
         share: Shard of each row to return; see `stack_rows`.
     """
 
@@ -364,12 +364,12 @@ class TextStream(DataSet):
     def _truncated_rows(
         self, state: DataState, seed: int | None, epoch: int
     ) -> Iterator[tuple[StreamedRow, DataState]]:
-        """Yield a row of each document, with the state after it."""
+        """Yield one row per document, with the state after it."""
         number = state["row"]
         failures: list[str] = []
         for ids, position, failed in self._documents(state, seed, epoch):
             failures += failed
-            if position["token"] or not len(ids):  # it is used up
+            if position["token"] or not len(ids):  # already used
                 continue
             number += 1
             row = StreamedRow((first_tokens(ids, self.length, self.frame),), tuple(failures))
