@@ -263,9 +263,9 @@ def wikipedia_ldn() -> RunConfig:
 
     onescan train wikipedia_ldn
 
-    One million steps of 256 sequences, as in LDN's Sec. 5.1, but without BookCorpus, which is no
-    longer available. The loss on the last 4 blocks, the schedule and the other settings are our
-    choice, because the paper does not state them. It has not been run yet.
+    One million steps of 256 sequences and a cosine schedule, as in LDN's Sec. 5.1, but without
+    BookCorpus, which is no longer available. The loss on the last 4 blocks and the other settings
+    are our choice, because the paper does not state them. It has not been run yet.
     """
     return _wikipedia("ldn", "ldn_mlm_base", BERT, supervised_blocks=4)
 
@@ -292,7 +292,7 @@ def _wikipedia(name: str, model: str, tokenizer: str, *, supervised_blocks: int 
             learning_rate=1e-4,
             weight_decay=0.01,
             warmup=10_000.0,
-            schedule="linear",
+            schedule="cosine",
             evaluate_every=0.05,
             checkpoint_every=0.02,
             precision="auto",
