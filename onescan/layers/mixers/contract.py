@@ -98,7 +98,10 @@ class MixerConfig(ABC):
 
     @property
     def output_is_bounded(self) -> bool:
-        """Whether adding the mixer's output keeps tokens bounded, unless it is scaled up."""
+        """Whether tokens stay bounded when the mixer's output is added to them.
+
+        Blocks then do not scale the output up for stochastic depth, or apply dropout to it.
+        """
         return False
 
     @property
