@@ -1,10 +1,8 @@
 """Options of the evaluation commands, in a module that imports neither torch nor the models."""
 
-import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from tyro.conf import Fixed, Suppress
 
@@ -22,17 +20,6 @@ COMMONSENSE = {
     "openbookqa": "acc_norm",
 }
 TASK_SETS = {"commonsense": tuple(COMMONSENSE)}
-
-
-def commonsense_average(results: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Return the average of LightNet's Table 9 over its six tasks; None if one is missing.
-
-    Args:
-        results: lm-eval's results: the metrics of each task, such as "acc_norm,none".
-    """
-    scores = [results.get(task, {}).get(f"{metric},none") for task, metric in COMMONSENSE.items()]
-    found = [score for score in scores if score is not None]
-    return statistics.mean(found) if len(found) == len(scores) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,16 @@
 """Evaluation of causal language models on lm-eval's tasks."""
 
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from onescan import __version__
 from onescan.experiments.evaluation.config import (
+    COMMONSENSE,
     TASK_SETS,
     TasksConfig,
-    commonsense_average,
     short_name,
 )
 from onescan.experiments.training.distributed import Ranks, choose_device
@@ -29,6 +31,17 @@ class TaskScores(NamedTuple):
 
     tables: tuple[str, ...]
     data: dict[str, Any]
+
+
+def commonsense_average(results: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Return the average of LightNet's Table 9 over its six tasks; None if one is missing.
+
+    Args:
+        results: lm-eval's results: the metrics of each task, such as "acc_norm,none".
+    """
+    scores = [results.get(task, {}).get(f"{metric},none") for task, metric in COMMONSENSE.items()]
+    found = [score for score in scores if score is not None]
+    return statistics.mean(found) if len(found) == len(scores) else None
 
 
 def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto") -> TaskScores:

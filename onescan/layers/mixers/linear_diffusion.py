@@ -391,17 +391,38 @@ class Diffusion(nn.Module, ABC):
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
 
+    Args:
+        sigmas: Initial standard deviation of each kernel, in tokens.
+        max_sigma: Upper bound of the standard deviations; with epsilon, it sets the radius.
+        epsilon: Value at which the widest Gaussian is cut off.
+        causal: Whether each token reads only earlier tokens.
+        scheme: As in `linear_diffusion`.
+        form: As in `linear_diffusion`.
+
     Attributes:
         radius: Largest distance with a weight, R.
-        causal: Whether each token reads only earlier tokens.
         raw_step: Logit of the step of each kernel, [H].
     """
 
-    raw_step: nn.Parameter
-
-    def __init__(self, radius: int, *, causal: bool, scheme: Scheme, form: Form) -> None:
+    def __init__(
+        self,
+        sigmas: Sequence[float],
+        *,
+        max_sigma: float,
+        epsilon: float,
+        causal: bool,
+        scheme: Scheme,
+        form: Form,
+    ) -> None:
         super().__init__()
-        self.radius, self.causal, self.scheme, self.form = radius, causal, scheme, form
+        self.radius, self.max_sigma = kernel_radius(max_sigma, epsilon), max_sigma
+        self.causal, self.scheme, self.form = causal, scheme, form
+        self.add_weights(sigmas, epsilon)
+        self.raw_step = initial_step(len(sigmas))
+
+    @abstractmethod
+    def add_weights(self, sigmas: Sequence[float], epsilon: float) -> None:
+        """Add the parameters of the weights, which start as Gaussians."""
 
     @abstractmethod
     def weights(self) -> DiffusionKernels:
@@ -449,38 +470,18 @@ class GaussianDiffusion(Diffusion):
     guarantees MIN_SIGMA < sigma < max_sigma.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3.
-
-    Args:
-        sigmas: Initial standard deviation of each kernel, in tokens.
-        max_sigma: Upper bound of the standard deviations; with epsilon, it sets the radius.
-        epsilon: Value at which the widest Gaussian is cut off.
-        causal: Whether each token reads only earlier tokens.
-        scheme: As in `linear_diffusion`.
-        form: As in `linear_diffusion`.
     """
 
-    def __init__(
-        self,
-        sigmas: Sequence[float],
-        *,
-        max_sigma: float,
-        epsilon: float,
-        causal: bool,
-        scheme: Scheme,
-        form: Form,
-    ) -> None:
-        radius = kernel_radius(max_sigma, epsilon)
-        super().__init__(radius, causal=causal, scheme=scheme, form=form)
-        self.max_sigma = max_sigma
-        fractions = [sigma_fraction(sigma, max_sigma) for sigma in sigmas]
+    def add_weights(self, sigmas: Sequence[float], epsilon: float) -> None:
+        del epsilon  # weights become smaller than it where a Gaussian is narrow
+        fractions = [sigma_fraction(sigma, self.max_sigma) for sigma in sigmas]
         # Clamp, because the gradient of the sigmoid vanishes for large logits.
         logits = torch.tensor(fractions, dtype=torch.float64).logit()
         logits = logits.clamp(-MAX_SIGMA_LOGIT, MAX_SIGMA_LOGIT)
         self.raw_sigma = nn.Parameter(logits.to(torch.get_default_dtype()))
         one = math.log(math.e - 1)  # where softplus is 1
         self.raw_past = nn.Parameter(torch.full((len(sigmas),), one))
-        self.raw_future = None if causal else nn.Parameter(torch.full((len(sigmas),), one))
-        self.raw_step = initial_step(len(sigmas))
+        self.raw_future = None if self.causal else nn.Parameter(torch.full((len(sigmas),), one))
 
     def weights(self) -> DiffusionKernels:
         (past,) = to_accumulation_dtype(self.raw_past)
@@ -506,34 +507,14 @@ class FreeDiffusion(Diffusion):
 
     Source: LDN, arXiv:2502.12381, Sec. 3.3, which asks for a "learnable diffusion kernel" and for
     softplus; that every lag is learned is our choice.
-
-    Args:
-        sigmas: Standard deviation of the Gaussian that each kernel starts as, in tokens.
-        max_sigma: With epsilon, it sets the radius, as in `GaussianDiffusion`.
-        epsilon: Smallest initial weight.
-        causal: Whether each token reads only earlier tokens.
-        scheme: As in `linear_diffusion`.
-        form: As in `linear_diffusion`.
     """
 
     no_weight_decay = frozenset({"raw_weight"})
 
-    def __init__(
-        self,
-        sigmas: Sequence[float],
-        *,
-        max_sigma: float,
-        epsilon: float,
-        causal: bool,
-        scheme: Scheme,
-        form: Form,
-    ) -> None:
-        radius = kernel_radius(max_sigma, epsilon)
-        super().__init__(radius, causal=causal, scheme=scheme, form=form)
-        past = torch.arange(1, radius + 1)
-        lags = past if causal else torch.cat([-past.flip(0), past])
+    def add_weights(self, sigmas: Sequence[float], epsilon: float) -> None:
+        past = torch.arange(1, self.radius + 1)
+        lags = past if self.causal else torch.cat([-past.flip(0), past])
         self.raw_weight = nn.Parameter(initial_weights(sigmas, lags, epsilon))
-        self.raw_step = initial_step(len(sigmas))
 
     def weights(self) -> DiffusionKernels:
         (raw,) = to_accumulation_dtype(self.raw_weight)

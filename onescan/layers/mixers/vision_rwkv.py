@@ -57,7 +57,6 @@ class VisionRWKVMixerConfig(MixerConfig):
         assert isinstance(mixer, _ShiftMixer)
         blocks = 2 if self.part == "alternating" else 1  # per layer
         mixer.layer, mixer.layers = index // blocks, max(depth // blocks, 1)
-        mixer.init_weights()
 
     def build(self, *, width: int, axes: int) -> Mixer:
         check_choice("part", self.part, get_args(Part))

@@ -319,6 +319,15 @@ def context_of(
     *,
     is_lean: bool = False,
 ) -> AdditiveDecayState:
-    """Return the state of these tokens, merged with the incoming state; see `tiled.write`."""
-    own = AdditiveDecayState(*tiled.write(k, v, *tables, is_lean=is_lean))
+    """Return the state of these tokens, merged with the incoming state; see `tiled.write`.
+
+    Logits with a leak are float64: their maxima are subtracted before they are rounded.
+    """
+    peak = None
+    if k.dtype != v.dtype:
+        peak = k.detach().amax(dim=1)  # B H K
+        peak = torch.where(peak > -torch.inf, peak, 0)
+        k = (k - peak.unsqueeze(1)).to(v.dtype)
+    z, kv = tiled.write(k, v, *tables, is_lean=is_lean)
+    own = AdditiveDecayState(z if peak is None else (z + peak).clamp(min=LOG_ZERO), kv)
     return own if state is None else merged(state, own)

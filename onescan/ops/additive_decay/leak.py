@@ -20,14 +20,10 @@ import torch
 from torch import Tensor
 
 from onescan.checks import can_look_at_values
-from onescan.ops.additive_decay.state import AdditiveDecayState, merged
-from onescan.ops.additive_decay.tiled import write
 from onescan.ops.collectives import gather
 from onescan.ops.layout import Layout
-from onescan.ops.numerics import LOG_ZERO
 from onescan.ops.recurrence import check_tensors
-from onescan.shapes import Angles as Table  # of cosines or sines
-from onescan.shapes import Keys, Leak, Values
+from onescan.shapes import Keys, Leak
 
 
 def check_leak(leak: Any, k: Any, layout: Layout) -> None:
@@ -61,17 +57,3 @@ def add_leak(k: Keys, leak: Leak, layout: Layout) -> tuple[Keys, Tensor]:
         count, total = count + totals[: layout.ranks.rank].sum(dim=0), totals.sum(dim=0)
     rate = (leak if leak.ndim > 1 else leak.unsqueeze(-1)).double()  # H K or H 1
     return k.double() + rate * count[:, :, None, None], rate * total.unsqueeze(-1)
-
-
-def context_with_leak(
-    k: Keys,
-    v: Values,
-    tables: tuple[Table | None, Table | None],
-    state: AdditiveDecayState | None,
-) -> AdditiveDecayState:
-    """Return the state after tokens whose logits come from `add_leak`, in the dtype of v."""
-    peak = k.detach().amax(dim=1)  # B H K
-    peak = torch.where(peak > -torch.inf, peak, 0)
-    z, kv = write((k - peak.unsqueeze(1)).to(v.dtype), v, *tables, is_lean=True)
-    own = AdditiveDecayState((z + peak).clamp(min=LOG_ZERO), kv)
-    return own if state is None else merged(state, own)

@@ -9,7 +9,7 @@ from torch import Tensor
 from onescan.checks import check_choice, check_whole
 from onescan.kernels.chips import WIDEST_HEAD, widest_causal_head
 from onescan.ops.additive_decay import blockwise, forms, tiled_causal
-from onescan.ops.additive_decay.leak import add_leak, check_leak, context_with_leak
+from onescan.ops.additive_decay.leak import add_leak, check_leak
 from onescan.ops.additive_decay.ranks import merged_before
 from onescan.ops.additive_decay.state import (
     AdditiveDecayState,
@@ -312,10 +312,7 @@ class AdditiveDecay(Recurrence):
             is_last = shard.sequence == shard.sequence[:, -1:]
             k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
         cos, sin = (None, None) if table is None else table.unbind(-2)
-        if leaked is None:
-            own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
-        else:
-            own = context_with_leak(k, v, (cos, sin), state)
+        own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
         before, last = merged_before(layout.ranks, own, shard)
         last = _without_leak(last, leaked)
         return (before if state is None else merged(state, before),), (last,)

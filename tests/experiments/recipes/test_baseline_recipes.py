@@ -3,7 +3,8 @@
 import pytest
 
 from onescan.configs import differences
-from onescan.experiments.evaluation.config import COMMONSENSE, commonsense_average
+from onescan.experiments.evaluation.config import COMMONSENSE
+from onescan.experiments.evaluation.harness import commonsense_average
 from onescan.experiments.recipes import find_recipe
 from onescan.models.presets import preset
 from onescan.models.size import model_size

@@ -1,6 +1,7 @@
 """Rows of tokens, with packed documents or one each, tokenized beforehand or while streaming."""
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -131,6 +132,26 @@ class TextRows(DataSet):
     def shared(self, share: Share) -> "TextRows":
         return replace(self, share=share)
 
+    def examples(
+        self,
+        *,
+        seed: int | None,
+        epoch: int = 0,
+        start: int = 0,
+        repeats: int = 1,
+        data_state: DataState | None = None,
+    ) -> Iterator[tuple[Example, DataState | None]]:
+        del data_state  # rows have random access
+        cut = self._cutter(seed, epoch)
+        rows = range(len(self)) if seed is None else _order(len(self), seed, "rows", epoch)
+        for index in range(start, len(self)):
+            example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
+            yield Example(cut(int(rows[index // repeats])), example_seed), None
+
+    @abstractmethod
+    def _cutter(self, seed: int | None, epoch: int) -> Callable[[int], Spans]:
+        """Return a function from the index of a row to its spans in an epoch."""
+
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         rows = [
             [self.corpus.tokens[begin:end] for begin, end in example.source] for example in examples
@@ -147,27 +168,17 @@ class TruncatedText(TextRows):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.corpus.lengths))
 
-    def examples(
-        self,
-        *,
-        seed: int | None,
-        epoch: int = 0,
-        start: int = 0,
-        repeats: int = 1,
-        data_state: DataState | None = None,
-    ) -> Iterator[tuple[Example, DataState | None]]:
-        del data_state  # rows have random access
-        lengths = self.corpus.lengths
+    def _cutter(self, seed: int | None, epoch: int) -> Callable[[int], Spans]:
+        lengths, ends = self.corpus.lengths, self.corpus.ends
         documents = np.flatnonzero(lengths)
-        if seed is not None:
-            documents = documents[_order(len(documents), seed, "rows", epoch)]
-        for index in range(start, len(documents)):
-            document = documents[index // repeats]
-            end = int(self.corpus.ends[document])
-            begin = end - int(lengths[document])
+
+        def cut(row: int) -> Spans:
+            end = int(ends[documents[row]])
+            begin = end - int(lengths[documents[row]])
             tokens = first_tokens(self.corpus.tokens[begin:end], self.length, self.frame)
-            example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
-            yield Example(((begin, begin + len(tokens)),), example_seed), None
+            return ((begin, begin + len(tokens)),)
+
+        return cut
 
 
 class PackedText(TextRows):
@@ -183,23 +194,9 @@ class PackedText(TextRows):
     def __len__(self) -> int:
         return -(-len(self.corpus.tokens) // text_length(self.length, self.frame))
 
-    def examples(
-        self,
-        *,
-        seed: int | None,
-        epoch: int = 0,
-        start: int = 0,
-        repeats: int = 1,
-        data_state: DataState | None = None,
-    ) -> Iterator[tuple[Example, DataState | None]]:
-        del data_state  # rows have random access
-        circle = _Circle.of(self.corpus, seed, epoch)
-        size = text_length(self.length, self.frame)
-        rows = range(len(self)) if seed is None else _order(len(self), seed, "rows", epoch)
-        for index in range(start, len(self)):
-            row = int(rows[index // repeats])
-            example_seed = None if seed is None else derive_seed(seed, "example", epoch, index)
-            yield Example(circle.cut(row * size, (row + 1) * size), example_seed), None
+    def _cutter(self, seed: int | None, epoch: int) -> Callable[[int], Spans]:
+        circle, size = _Circle.of(self.corpus, seed, epoch), text_length(self.length, self.frame)
+        return lambda row: circle.cut(row * size, (row + 1) * size)
 
 
 @dataclass(frozen=True, kw_only=True)
