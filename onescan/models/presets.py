@@ -31,6 +31,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     MambaMixerConfig,
     MixerConfig,
     SoftmaxMixerConfig,
@@ -384,6 +385,20 @@ _MAMBA_LM = _Family(
 )
 
 
+# Mamba-2's 1.3B model: 48 blocks of width 2048, with heads of 64 value channels. LightNet gives no
+# shape for the model of its Figure 5.
+_MAMBA2_LM = _Family(
+    CausalLMConfig(
+        vocab_size=50272,
+        mixer=Mamba2MixerConfig(direction="forward"),
+        mlp=None,
+        position=None,
+        norm="rms",
+    ),
+    "Mamba-2, arXiv:2405.21060, Table 10; LightNet, arXiv:2405.21022, Figure 5",
+)
+
+
 def _delta_lm(mixer: MixerConfig, source: str) -> _Family:
     """LLaMA's blocks with another mixer, whose ranks are the width of a head of 64, as in KDA."""
     return _Family(
@@ -623,6 +638,7 @@ _LANGUAGE_ROWS = (
     _Row("linear_attention_lm_124m", _LINEAR_GPT2, 12, 768, 12, 124.0),
     _Row("gpt2_small", _GPT2, 12, 768, 12, 124.0),
     _Row("mamba_lm_385m", _MAMBA_LM, 50, 1024, 1, 385.0),
+    _Row("mamba2_lm_1300m", _MAMBA2_LM, 48, 2048, 64, None),
     _Row("gated_deltanet_lm_53m", _GATED_DELTANET_LM, 6, 512, 8, None),
     _Row("kda_lm_47m", _KDA_LM, 6, 512, 8, None),
     _Row("lightnet_mlm_base", _LIGHTNET_MLM, 16, 768, 12, None),

@@ -15,6 +15,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     MambaMixerConfig,
     RWKV6MixerConfig,
     SoftmaxMixerConfig,
@@ -39,6 +40,10 @@ CAUSAL = {
     "delta": {"mixer": DeltaRuleMixerConfig(num_heads=3, direction="forward"), "position": TPE},
     "rwkv6": {"mixer": RWKV6MixerConfig(num_heads=3, direction="forward"), "position": None},
     "mamba": {"mixer": MambaMixerConfig(direction="forward", state_size=4), "position": None},
+    "mamba2": {
+        "mixer": Mamba2MixerConfig(num_heads=3, direction="forward", key_width=4),
+        "position": None,
+    },
     "ldn": {
         "mixer": LinearDiffusionMixerConfig(
             num_heads=3, direction="forward", sigmas=(1.0,), max_sigma=2.0

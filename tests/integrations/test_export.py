@@ -31,6 +31,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     MambaMixerConfig,
     SoftmaxMixerConfig,
 )
@@ -89,6 +90,10 @@ CAUSAL = {
     },
     "mamba": {
         "mixer": MambaMixerConfig(direction="forward", state_size=4, chunk_size=CHUNK),
+        "position": None,
+    },
+    "mamba2": {
+        "mixer": Mamba2MixerConfig(num_heads=2, direction="forward", key_width=4, chunk_size=CHUNK),
         "position": None,
     },
     "gpt2": {

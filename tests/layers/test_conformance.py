@@ -16,6 +16,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     Mixer,
     MixerConfig,
     SoftmaxMixerConfig,
@@ -31,7 +32,7 @@ CONFIGS = {
     **{f"linear {name}": config for name, config in LINEAR_TRANSFORMERS.items()},
     **{
         f"causal {name}": dataclasses.replace(MIXERS[name](), direction="forward")
-        for name in ("lightnet", "lion", "kda", "hgrn", "rwkv6", "mamba", "softmax")
+        for name in ("lightnet", "lion", "kda", "hgrn", "rwkv6", "mamba", "mamba2", "softmax")
     },
     "backward lightnet": LightNetMixerConfig(direction="backward"),
     "lightnet with leak": LightNetMixerConfig(direction="forward", leak=(2.0, 8.0)),
@@ -49,6 +50,8 @@ CONFIGS = {
     "diffusion, dense": LinearDiffusionMixerConfig(
         kernel="dense", kernels=5, tokens=12, linear_attention=False
     ),
+    "mamba2, blocks": Mamba2MixerConfig(causal_block=3),
+    "mamba2, natural": Mamba2MixerConfig(scan="natural"),
     "window": SoftmaxMixerConfig(direction="forward", window=3),
     "retnet": LionMixerConfig(rotary=True, normalize="none", direction="forward"),
 }

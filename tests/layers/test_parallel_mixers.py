@@ -25,6 +25,7 @@ from onescan.layers.mixers import (
     KDAMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     MambaMixerConfig,
     RWKV6MixerConfig,
     SoftmaxMixerConfig,
@@ -76,7 +77,11 @@ MIXERS = {
         "product": DeltaProductMixerConfig(**SMALL, direction="forward"),
     },
     "recurrent": directed(
-        "both", "forward", hgrn=HGRNMixerConfig(**SMALL), mamba=MambaMixerConfig(state_size=3)
+        "both",
+        "forward",
+        hgrn=HGRNMixerConfig(**SMALL),
+        mamba=MambaMixerConfig(state_size=3),
+        mamba2=Mamba2MixerConfig(**SMALL, key_width=3),
     )
     | directed(
         "both",

@@ -13,6 +13,7 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
     MambaMixerConfig,
     SoftmaxMixerConfig,
     VisionRWKVMixerConfig,
@@ -90,6 +91,7 @@ MIXERS = {
     "softmax": SoftmaxMixerConfig(num_heads=2),
     "hydra": HydraMixerConfig(num_heads=2),
     "mamba": MambaMixerConfig(num_heads=2),
+    "mamba2": Mamba2MixerConfig(num_heads=2, key_width=4),
     "vision rwkv": VisionRWKVMixerConfig(num_heads=2),
 }
 POSITIONS = {

@@ -459,6 +459,14 @@ RECIPES = table(
             ("mamba_385m", "mamba_lm_385m", "Mamba", 385),
         )
     ),
+    row(
+        "pile_uncopyrighted_mamba2_1300m",
+        partial(_pile, "mamba2_1300m", "mamba2_lm_1300m", 10 * 16, 300),
+        "Mamba-2, 1.3B, on 300 billion tokens of pile-uncopyrighted, for LightNet's Figure 5.",
+        "onescan train pile_uncopyrighted_mamba2_1300m",
+        "Trained like pile_uncopyrighted_lightnet_1b, as the paper does not state how Mamba-2 was\n"
+        f"trained. {NOT_RUN}",
+    ),
     *(
         row(
             f"openwebtext_{name}",

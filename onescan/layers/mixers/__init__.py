@@ -30,6 +30,7 @@ from onescan.layers.mixers.linear_diffusion import (
 )
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixer, LionMixerConfig
 from onescan.layers.mixers.mamba import MambaMixer, MambaMixerConfig, MambaState
+from onescan.layers.mixers.mamba2 import Mamba2Mixer, Mamba2MixerConfig
 from onescan.layers.mixers.registry import mixer_named, mixer_names, register_mixer
 from onescan.layers.mixers.rwkv6 import RWKV6Mixer, RWKV6MixerConfig, RWKV6State
 from onescan.layers.mixers.softmax import SoftmaxMixer, SoftmaxMixerConfig, SoftmaxState
@@ -60,6 +61,8 @@ __all__ = [
     "LionMixer",
     "LionMixerConfig",
     "LowerBounds",
+    "Mamba2Mixer",
+    "Mamba2MixerConfig",
     "MambaMixer",
     "MambaMixerConfig",
     "MambaState",
@@ -91,6 +94,7 @@ MIXERS: dict[str, type[MixerConfig]] = {
     "vision_rwkv": VisionRWKVMixerConfig,
     "linear_diffusion": LinearDiffusionMixerConfig,
     "mamba": MambaMixerConfig,
+    "mamba2": Mamba2MixerConfig,
     "hydra": HydraMixerConfig,
     "softmax": SoftmaxMixerConfig,
 }

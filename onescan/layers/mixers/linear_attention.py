@@ -404,9 +404,13 @@ class LinearAttention(Mixer, ABC):
         o = self.norm(o.to(self._norm_dtype(x, o)))
         o = o.flatten(-2) if norm_heads else o
         if gate is not None:
-            gate = gate if self.gate_proj is None else self.gate_proj(gate)
-            o = gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
+            o = self._gated(o, gate)
         return self.out_proj(o)
+
+    def _gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Multiply outputs by the activation of the gate, after its second projection if any."""
+        gate = gate if self.gate_proj is None else self.gate_proj(gate)
+        return gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
 
     def _norm_dtype(self, x: Hidden, o: Tensor) -> torch.dtype:
         """Return the dtype of the norm's input: that of its weights, or else one for `out_proj`."""

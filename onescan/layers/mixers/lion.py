@@ -367,7 +367,8 @@ RETNET = FixedDecayConfig(init="retnet", learnable=False)
 # table. Feature maps are those of the original models, except for the random features of gated RFA.
 # Convolutions, output gates and RetNet's rotation are omitted; `conv_size`, `gate` and `rotary` add
 # them. Token shifts, RWKV-6's bonus and Mamba's skip connection D x are omitted too. The original
-# RWKV-6, which reads the state before decaying it, is `RWKV6MixerConfig`. Outputs without scaling
+# RWKV-6, which reads the state before decaying it, is `RWKV6MixerConfig`; complete layers of Mamba
+# and Mamba-2 are `MambaMixerConfig` and `Mamba2MixerConfig`. Outputs without scaling
 # grow with the number of tokens, so they need a norm. All original models apply the decay of the
 # reading token ("target"), which is the default for diagonal decays.
 LINEAR_TRANSFORMERS: Mapping[str, DirectedMixerConfig] = MappingProxyType(

@@ -42,6 +42,7 @@ BASELINES = {
             ("mamba_385m", "mamba_lm_385m"),
         )
     },
+    "pile_uncopyrighted_mamba2_1300m": ("pile_uncopyrighted_lightnet_1b", "mamba2_lm_1300m", ()),
     "cramming_bert": ("cramming_lightnet", "crammed_bert", ()),
     "wikipedia_bert": ("wikipedia_ldn", "bert_base", ("task.supervised_blocks",)),
     "wikipedia_roberta": (
