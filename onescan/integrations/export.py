@@ -1,6 +1,6 @@
 """Export models to torch.export programs and to ONNX files, which run without onescan.
 
-Batch size and length are dynamic, and so are height and width of images. Mixers that choose a form
+Batch size and length are dynamic, and so are the sides of images. Mixers that choose a form
 by length use one that works for every length: chunks of a fixed size, whose number is dynamic.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,16 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
 from onescan.messages import missing_package, named_type
 from onescan.models.causal_lm import CausalLM
+from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
+from onescan.models.sequence_decoder import SequenceDecoder
 from onescan.models.token_network import flatten_state, unflatten_state
 
 __all__ = [
@@ -41,12 +45,21 @@ __all__ = [
     "initial_state",
 ]
 
-ExtraInput = Literal["keep", "segments"]
-MODELS = (ImageClassifier, MaskedLM, SequenceClassifier, CausalLM)
+ExtraInput = Literal["keep", "segments", "memory_mask"]
+EXTRA_INPUTS: dict[type[nn.Module], tuple[ExtraInput, ...]] = {
+    ImageClassifier: ("keep",),
+    Denoiser: (),
+    MaskedLM: ("keep", "segments"),
+    SequenceClassifier: ("keep", "segments"),
+    CausalLM: ("keep",),
+    SequenceDecoder: ("memory_mask",),
+}
 
-BATCH, TOKENS, PATCHES = 2, 37, (3, 5)  # sizes of the example input for tracing
+BATCH, TOKENS, MEMORY, PATCHES = 2, 37, 11, (3, 5)  # sizes of the example inputs for tracing
 MAX_BYTES = 2**31 - 2**24  # a protobuf file is limited to 2 GiB, including the graph
 SIDES = {1: ("samples",), 2: ("height", "width"), 3: ("frames", "height", "width")}
+DynamicSizes = dict[int, Any]  # by axis
+Inputs = dict[str, tuple[Tensor, DynamicSizes]]  # example and dynamic sizes of each input
 FIXED_FORMS = ("full", "recurrent")  # their loops depend on the length
 NEXT = "next."  # name prefix of the state returned by a step
 
@@ -56,23 +69,30 @@ def export_program(
 ) -> ExportedProgram:
     """Trace a model with torch.export; the program has the model's inputs and outputs.
 
-    An image classifier takes `images` of any batch size, and of any size that is divisible into at
-    least two patches per side; with absolute positions or dense diffusion kernels, only of the
-    default size. Other models take `tokens` of any batch size and length, and the extra inputs. A
-    causal language model returns only logits.
+    The inputs, in this order, are
+
+    - `images` of an image classifier,
+    - `noisy`, `timesteps` and, with classes, `labels` of a denoiser,
+    - `tokens` of a language model or text classifier,
+    - `tokens` and `memory` of a `SequenceDecoder`,
+
+    and then the extra inputs. Batch size and length are dynamic, and so are the sides of images,
+    which have at least two patches each; with absolute positions or dense diffusion kernels, images
+    have the default size. Causal language models and decoders return only logits.
 
     Args:
-        model: A classifier or language model in evaluation mode.
-        extra_inputs: Additional inputs of a text model, in this order: "keep", "segments". A causal
-            language model has no segments.
+        model: A model in evaluation mode.
+        extra_inputs: Masks and segments that the model's forward takes, in this order: "keep" for
+            classifiers and language models, "segments" for BERT-like models that have them, and
+            "memory_mask" for a `SequenceDecoder`.
 
     Raises:
         ValueError: If the model has another class or is in training mode, does not take an extra
             input, or has a mixer with the form "full" or "recurrent", which fix the length.
     """
     _check(model)
-    names, example, sizes = _inputs_of(model, extra_inputs)
-    return _traced(model, _Whole(model, names), example, sizes)
+    examples, sizes = _inputs_of(model, extra_inputs)
+    return _traced(model, _Whole(model, list(examples)), tuple(examples.values()), sizes)
 
 
 def export_step(model: CausalLM, *, any_length: bool = False) -> ExportedProgram:
@@ -115,8 +135,8 @@ def export_onnx(
 ) -> None:
     """Write the program of `export_program` to an ONNX file, with the config in its metadata.
 
-    The output is `logits`. Dynamic sizes are named batch, length, height and width; for signals,
-    samples, and for video also frames.
+    The output is `logits`, or `prediction` of a denoiser. Dynamic sizes are named batch, length,
+    height and width; for signals, samples, and for video also frames.
 
     Raises:
         ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
@@ -126,9 +146,12 @@ def export_onnx(
     """
     _check(model)
     _check_onnx(model)
-    names, example, sizes = _inputs_of(model, extra_inputs)
-    program = _traced(model, _Whole(model, names), example, sizes)
-    _write(model, program, Path(path), names, ["logits"], {})
+    examples, sizes = _inputs_of(model, extra_inputs)
+    names = list(examples)
+    with _OperatorsOfOnnx():
+        program = _traced(model, _Whole(model, names), tuple(examples.values()), sizes)
+    output = "prediction" if isinstance(model, Denoiser) else "logits"
+    _write(model, program, Path(path), names, [output], {})
 
 
 def export_onnx_step(
@@ -147,7 +170,8 @@ def export_onnx_step(
     _check_causal(model)
     _check_onnx(model)
     example, sizes = _step_inputs(model, any_length)
-    program = _traced(model, _Step(model), example, sizes)
+    with _OperatorsOfOnnx():
+        program = _traced(model, _Step(model), example, sizes)
     state = list(example[1])
     outputs = ["logits", *(NEXT + name for name in state)]
     first = {
@@ -162,16 +186,15 @@ def export_onnx_step(
 
 
 class _Whole(nn.Module):
-    """A model that maps named inputs to logits."""
+    """A model that maps named inputs to its first output."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.model, self.names = model, names
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        named = dict(zip(self.names[1:], inputs[1:], strict=True))
-        scores = self.model(inputs[0], **named)
-        return scores[0] if isinstance(self.model, CausalLM) else scores
+        output = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return output[0] if isinstance(output, tuple) else output
 
 
 class _Step(nn.Module):
@@ -208,41 +231,75 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _inputs_of(model: Any, extra_inputs: tuple[ExtraInput, ...]) -> tuple[list[str], Any, Any]:
-    """Return the names of the inputs, an example of them, and their dynamic sizes."""
+def _inputs_of(
+    model: Any, extra_inputs: tuple[ExtraInput, ...]
+) -> tuple[dict[str, Tensor], tuple[tuple[DynamicSizes, ...]]]:
+    """Return an example of each input by name, and their dynamic sizes."""
     _check_form(model)
-    batch = Dim("batch")
-    if isinstance(model, ImageClassifier):
-        if extra_inputs:
-            raise ValueError(f"extra_inputs is {extra_inputs!r} for an image model, expected ()")
-        images, sizes = _images_of(model, batch)
-        return ["images"], (images,), ((sizes,),)
+    known = next(names for kind, names in EXTRA_INPUTS.items() if isinstance(model, kind))
+    if "segments" in known and not model.config.segment_types:
+        known = tuple(name for name in known if name != "segments")
     for name in extra_inputs:
-        check_choice("extra_inputs", name, get_args(ExtraInput))
-    if "segments" in extra_inputs and not (
-        model.config.segment_types and not isinstance(model, CausalLM)
-    ):
-        raise ValueError("extra_inputs has 'segments', but the model has no segments")
-    tokens = _tokens(model, BATCH, TOKENS)
+        if name not in known:
+            raise ValueError(
+                f"extra_inputs contains {name!r}, but this {type(model).__name__} takes "
+                f"{' and '.join(map(repr, known)) or 'no extra inputs'}"
+            )
+    if isinstance(model, ImageClassifier | Denoiser):
+        inputs = _image_inputs(model)
+    elif isinstance(model, SequenceDecoder):
+        inputs = _decoder_inputs(model)
+    else:
+        inputs = _text_inputs(model)
+    optional = get_args(ExtraInput)
+    names = [name for name in inputs if name not in optional] + list(extra_inputs)
+    examples, sizes = zip(*(inputs[name] for name in names), strict=True)
+    return dict(zip(names, examples, strict=True)), (sizes,)
+
+
+def _text_inputs(model: nn.Module) -> Inputs:
+    tokens, free = _tokens(model, BATCH, TOKENS), {0: Dim("batch"), 1: Dim("length")}
     # separate tensors, because a tensor passed twice would be traced as a single input
     keep, segments = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
-    examples = {"keep": keep, "segments": segments}
-    names = ["tokens", *extra_inputs]
-    free = {0: batch, 1: Dim("length")}
-    return (
-        names,
-        (tokens, *(examples[name] for name in extra_inputs)),
-        (tuple(free for _ in names),),
-    )
+    return {"tokens": (tokens, free), "keep": (keep, free), "segments": (segments, free)}
 
 
-def _images_of(model: ImageClassifier, batch: Any) -> tuple[Tensor, dict[int, Any]]:
+def _decoder_inputs(model: SequenceDecoder) -> Inputs:
+    batch = Dim("batch")
+    memory = next(model.parameters()).new_zeros(BATCH, MEMORY, model.config.width)
+    mask = torch.ones_like(memory[..., 0], dtype=torch.bool)
+    free = {0: batch, 1: Dim("memory_length")}
+    return {
+        "tokens": (_tokens(model, BATCH, TOKENS), {0: batch, 1: Dim("length")}),
+        "memory": (memory, free),
+        "memory_mask": (mask, free),
+    }
+
+
+def _image_inputs(model: ImageClassifier | Denoiser) -> Inputs:
+    batch = Dim("batch")
+    images, sides = _images_of(model)
+    free = {0: batch, **dict(enumerate(sides, start=2))}
+    if isinstance(model, ImageClassifier):
+        keep = torch.ones_like(images[:, 0], dtype=torch.bool)
+        return {
+            "images": (images, free),
+            "keep": (keep, {0: batch, **dict(enumerate(sides, start=1))}),
+        }
+    timesteps = images.new_zeros(BATCH)
+    inputs = {"noisy": (images, free), "timesteps": (timesteps, {0: batch})}
+    if model.config.num_classes:
+        inputs["labels"] = timesteps.long(), {0: batch}
+    return inputs
+
+
+def _images_of(model: ImageClassifier | Denoiser) -> tuple[Tensor, list[Any]]:
+    """Return an example of images, and the dynamic sizes of their sides; none if they are fixed."""
     config = model.config
     place = next(model.parameters())
     is_fixed = isinstance(config.position, AbsolutePositionConfig)
     if is_fixed or not config.mixer.fits_any_grid:
-        images = place.new_zeros(BATCH, config.channels, *config.image_size)
-        return images, {0: batch}
+        return place.new_zeros(BATCH, config.channels, *config.image_size), []
     axes = len(config.patch_size)
     counts = [PATCHES[axis % len(PATCHES)] for axis in range(axes)]
     sides = [n * patch for n, patch in zip(counts, config.patch_size, strict=True)]
@@ -250,8 +307,7 @@ def _images_of(model: ImageClassifier, batch: Any) -> tuple[Tensor, dict[int, An
         patch * Dim(f"{side}_in_patches", min=2) if patch > 1 else Dim(side, min=2)
         for side, patch in zip(_side_names(axes), config.patch_size, strict=True)
     ]
-    images = place.new_zeros(BATCH, config.channels, *sides)
-    return images, {0: batch, **dict(enumerate(free, start=2))}
+    return place.new_zeros(BATCH, config.channels, *sides), free
 
 
 def _side_names(axes: int) -> tuple[str, ...]:
@@ -334,14 +390,38 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
     with warnings.catch_warnings(), _errors_only("torch.onnx", "onnxscript"):
         # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        return torch.onnx.export(
-            decompose_for_onnx(program),
+        written = torch.onnx.export(
+            program,
             (),
             input_names=inputs,
             output_names=outputs,
             dynamo=True,
             verbose=False,
+            optimize=False,
         )
+        _simplify(written)
+    return written
+
+
+def _simplify(written: Any) -> None:
+    """Compute constants and remove what is unused.
+
+    The exporter's own optimization also looks for patterns, which takes minutes for large graphs.
+    Runtimes find these patterns when they load the file.
+    """
+    from onnxscript import ir, optimizer
+    from onnxscript.ir.passes import common
+
+    optimizer.fold_constants(written.model)
+    steps = [
+        common.RemoveUnusedNodesPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+    ]
+    ir.passes.Sequential(*steps)(written.model)
 
 
 @contextlib.contextmanager
@@ -358,13 +438,18 @@ def _errors_only(*names: str) -> Iterator[None]:
 
 
 def _name_sizes(graph: Any) -> None:
-    """Replace the symbols of dynamic sizes from tracing by their names."""
+    """Replace the symbols of dynamic sizes from tracing by their names.
+
+    Unknown sizes stay without a name: runtimes share memory between sizes of the same name.
+    """
     names: dict[str, str] = {}
     for value in graph.inputs:
         axes = ("batch", *["cached"] * len(value.shape))
         if value.name == "tokens":
             axes = ("batch", "length")
-        elif value.name == "images":
+        elif value.name in ("memory", "memory_mask"):
+            axes = ("batch", "memory_length")
+        elif value.name in ("images", "noisy"):
             axes = ("batch", "channels", *_side_names(len(value.shape) - 2))
         for size, name in zip(value.shape, axes, strict=False):
             if not isinstance(size, int):
@@ -372,7 +457,7 @@ def _name_sizes(graph: Any) -> None:
     values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
     for value in values:
         for axis, size in enumerate(value.shape or ()):
-            if not isinstance(size, int):
+            if not isinstance(size, int) and size.value is not None:
                 value.shape[axis] = _renamed(str(size), names)
 
 
@@ -382,8 +467,8 @@ def _renamed(size: str, names: Mapping[str, str]) -> str:
 
 
 def _check(model: Any) -> None:
-    if not isinstance(model, MODELS):
-        known = ", ".join(kind.__name__ for kind in MODELS)
+    if not any(isinstance(model, kind) for kind in EXTRA_INPUTS):
+        known = ", ".join(kind.__name__ for kind in EXTRA_INPUTS)
         raise ValueError(f"model is {named_type(model)}, expected one of {known}")
     if model.training:
         raise ValueError("model is training, expected it in eval mode: model.eval()")
@@ -427,7 +512,7 @@ def _check_onnx(model: Any) -> None:
 def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
     """Replace operators that ONNX lacks, or that overflow or lose precision in ONNX.
 
-    `export_onnx` calls it. Call it yourself before ``torch.onnx.export`` for a network of your own.
+    `export_onnx` does the same. Call it before ``torch.onnx.export`` for a network of your own.
 
     Args:
         program: Program that ``torch.export.export`` returned for a module with layers of onescan.
@@ -442,6 +527,29 @@ def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
     if not any(node.target in own for node in program.graph.nodes):
         return program
     return program.run_decompositions(own)
+
+
+class _OperatorsOfOnnx(TorchFunctionMode):
+    """Replace the operators of `decompose_for_onnx` in a model while it is traced.
+
+    This is faster than replacing them in its program, which traces the program again.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _replacements().get(func, func)(*args, **(kwargs or {}))
+
+
+@cache
+def _replacements() -> Mapping[Any, Callable[..., Tensor]]:
+    return {
+        torch.logaddexp: logaddexp,
+        torch.Tensor.logaddexp: logaddexp,
+        torch.logcumsumexp: logcumsumexp,
+        torch.Tensor.logcumsumexp: logcumsumexp,
+        torch.cumprod: cumprod,
+        torch.Tensor.cumprod: cumprod,
+        torch.linalg.solve_triangular: solve_unit_triangular,
+    }
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:

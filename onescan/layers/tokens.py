@@ -26,6 +26,8 @@ Mix = Callable[..., tuple[Hidden, Any]]
 class Patchify(nn.Module):
     """Split a signal, an image or a video into patches and embed each with a linear map.
 
+    If a patch size does not divide a side, zeros complete its last patch.
+
     Args:
         channels: Channels of the input.
         patch_size: Side of a patch along each axis: (p,) for signals, (p, p) for images.
@@ -42,11 +44,11 @@ class Patchify(nn.Module):
         """Return the tokens in row-major order, and their number along each axis.
 
         Raises:
-            ValueError: If the number of axes or channels differs from the module's, or the patch
-                size does not divide a side.
+            ValueError: If the number of axes or channels differs from the module's, or a side is 0.
         """
         shape = self.grid_shape(tuple(x.shape[1:]))
         sizes = {f"p{i}": size for i, size in enumerate(self.patch_size)}
+        x = whole_patches(x, self.patch_size)
         return self.proj(rearrange(x, self.pattern, **sizes)), shape
 
     def grid_shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,19 +59,12 @@ class Patchify(nn.Module):
                 f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
                 f"expected {self.channels} channels and {len(self.patch_size)} axes"
             )
-        least = list(self.patch_size)
-        if sequence_group(None) is not None:
-            least[0] = 0  # a rank may have no patch
-        if any(
-            side < low or side % p
-            for side, low, p in zip(sides, least, self.patch_size, strict=True)
-        ):
+        may_be_empty = sequence_group(None) is not None  # a rank may have no patch
+        if any(side < 1 for side in (sides[1:] if may_be_empty else sides)):
             raise ValueError(
-                f"input of size {' x '.join(map(str, sides))} cannot be cut into patches of "
-                f"{' x '.join(map(str, self.patch_size))}: each side must be a multiple of the "
-                "patch's"
+                f"input has size {' x '.join(map(str, sides))}, expected at least 1 along each axis"
             )
-        return tuple(side // p for side, p in zip(sides, self.patch_size, strict=True))
+        return tuple(-(-side // p) for side, p in zip(sides, self.patch_size, strict=True))
 
     def known_lengths(self, x: Grids, *, prefix: int) -> AbstractContextManager[None]:
         """Exchange the number of tokens on each rank once, for all layers in a `with` block.
@@ -97,8 +92,21 @@ class Patchify(nn.Module):
         return sequence_parallel(group.with_lengths(lengths, prefix=prefix))
 
 
+def whole_patches(x: Tensor, patch_size: tuple[int, ...]) -> Tensor:
+    """Pad the last axes of x with zeros, or False, to multiples of the patch size.
+
+    >>> whole_patches(torch.ones(1, 3, 7, 8), (4, 4)).shape
+    torch.Size([1, 3, 8, 8])
+    """
+    sides = x.shape[x.ndim - len(patch_size) :]
+    missing = [-side % patch for side, patch in zip(sides, patch_size, strict=True)]
+    if not any(missing):
+        return x
+    return F.pad(x, [size for after in reversed(missing) for size in (0, after)])
+
+
 def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> None:
-    """Raise ValueError unless both have one positive number per axis, and patches fit exactly.
+    """Raise ValueError unless both have one positive number per axis.
 
     >>> check_sizes((8, 32, 32), (8, 8))
     Traceback (most recent call last):
@@ -118,40 +126,36 @@ def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> Non
             for axis, size in enumerate(sizes)
         }
     )
-    if any(side % p for side, p in zip(image_size, patch_size, strict=True)):
-        raise ValueError(
-            f"image_size is {image_size}, expected multiples of patch_size {patch_size}"
-        )
 
 
 def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
-    """Return which patches are real, in row-major order, given which pixels are.
+    """Return which patches contain real pixels, in row-major order, given which pixels are real.
 
-    The real pixels of an image are a box of whole patches that begins at the first pixel.
+    The real pixels of an image are a box that begins at the first pixel.
 
     Raises:
         ValueError: If they are not such a box. Checked only on a CPU and on a single rank.
 
-    >>> keep_patches(torch.tensor([[True, True, True, True, False, False]]), (2,)).tolist()
+    >>> keep_patches(torch.tensor([[True, True, True, False, False, False]]), (2,)).tolist()
     [[True, True, False]]
     """
     if can_look_at_values(keep) and sequence_group(None) is None:
-        box, is_whole = torch.ones_like(keep), keep.new_ones(len(keep))
-        for axis, patch in enumerate(patch_size, start=1):
+        box = torch.ones_like(keep)
+        for axis in range(1, keep.ndim):
             lines = keep.movedim(axis, 1).reshape(len(keep), keep.shape[axis], -1)
-            line = lines[..., 0]  # B side
-            count = line.sum(dim=1)
-            is_whole &= (count > 0) & (count % patch == 0)
-            inside = torch.arange(line.shape[1]) < count.unsqueeze(1)
+            count = lines[..., 0].sum(dim=1)  # of the pixels along the first line
+            inside = torch.arange(keep.shape[axis]) < count.unsqueeze(1)
             box &= inside.reshape(len(keep), *(-1 if a == axis else 1 for a in range(1, keep.ndim)))
-        wrong = ~is_whole | (box != keep).flatten(1).any(dim=1)
+        wrong = ~box.flatten(1).any(dim=1) | (box != keep).flatten(1).any(dim=1)
         if wrong.any():
             raise ValueError(
-                f"keep of image {int(wrong.nonzero()[0])} is not a box of whole patches of "
-                f"{' x '.join(map(str, patch_size))} pixels that begins at the first pixel"
+                f"keep of image {int(wrong.nonzero()[0])} is not a box that begins at the first "
+                "pixel, with at least one pixel"
             )
-    steps = (slice(None, None, patch) for patch in patch_size)
-    return keep[(slice(None), *steps)].flatten(1)
+    keep = whole_patches(keep, patch_size)
+    for axis, patch in enumerate(patch_size, start=1):  # not sliced: exported sizes stay simple
+        keep = keep.unflatten(axis, (-1, patch)).select(axis + 1, 0)
+    return keep.flatten(1)
 
 
 class Unpatchify(nn.Module):
@@ -169,11 +173,20 @@ class Unpatchify(nn.Module):
         self.proj = nn.Linear(width, channels * math.prod(patch_size))
         self.pattern = "{tokens} -> {grid}".format(**_patterns(len(patch_size)))
 
-    def forward(self, x: Hidden, shape: tuple[int, ...]) -> Grids:
-        """Return the grid, given tokens in row-major order and their number along each axis."""
+    def forward(
+        self, x: Hidden, shape: tuple[int, ...], sides: tuple[int, ...] | None = None
+    ) -> Grids:
+        """Return the grid, given tokens in row-major order and their number along each axis.
+
+        Args:
+            x: Tokens.
+            shape: Number of tokens along each axis.
+            sides: Size of the grid, if it does not consist of whole patches.
+        """
         sizes = {f"n{i}": size for i, size in enumerate(shape)}
         sizes |= {f"p{i}": size for i, size in enumerate(self.patch_size)}
-        return rearrange(self.proj(x), self.pattern, **sizes)
+        grid = rearrange(self.proj(x), self.pattern, **sizes)
+        return grid if sides is None else grid[(..., *map(slice, sides))]
 
     def init_weights(self) -> None:
         """Initialize the projection to zero, so that initial outputs are zero."""

@@ -40,8 +40,7 @@ class DenoiserConfig(ModelConfig):
 
     image_size: tuple[int, ...] = (32, 32)
     """Default size along each axis of the image, or of its latents, which are 8 times smaller: one
-    axis for signals, two for images, three for video and volumes. Most models accept any size that
-    patch_size divides."""
+    axis for signals, two for images, three for video and volumes. Most models accept any size."""
     channels: int = 4
     """Channels of the image or latents: 4 for latents, 3 for color, 1 for grayscale."""
     patch_size: tuple[int, ...] = (2, 2)
@@ -113,9 +112,9 @@ class Denoiser(nn.Module):
     sizes (arXiv:2405.21022, Table 14), or modulates every norm, as in DiT (arXiv:2212.09748).
 
     >>> model = DenoiserConfig(width=48, depth=2, num_classes=10, learn_sigma=False).build()
-    >>> noisy = torch.randn(2, 4, 32, 16)  # any size that 2 divides
+    >>> noisy = torch.randn(2, 4, 32, 15)  # any size
     >>> model(noisy, torch.tensor([10, 999]), torch.tensor([3, 7])).shape
-    torch.Size([2, 4, 32, 16])
+    torch.Size([2, 4, 32, 15])
     """
 
     def __init__(self, config: DenoiserConfig) -> None:
@@ -164,7 +163,8 @@ class Denoiser(nn.Module):
         """Predict the target that the model was trained on; see `NoiseConfig.prediction`.
 
         Args:
-            noisy: Noisy images of any size that `patch_size` divides.
+            noisy: Noisy images of any size. If `patch_size` does not divide a side, zeros complete
+                its last patch.
             timesteps: Noise level of each image, from 0 (no noise) to 1000; may be fractional.
             labels: Class of each image, or `num_classes` for no class. ``None`` means no class for
                 all images.
@@ -175,8 +175,8 @@ class Denoiser(nn.Module):
             to 1 at its upper bound (arXiv:2102.09672, Eq. 15).
 
         Raises:
-            ValueError: If the number of channels differs, `patch_size` does not divide a side, the
-                number of timesteps or labels differs from that of images, or one is out of range.
+            ValueError: If the number of channels differs, a side is 0, the number of timesteps or
+                labels differs from that of images, or one is out of range.
         """
         self._check(noisy, timesteps, labels)
         with self.patchify.known_lengths(noisy, prefix=self.prefix):
@@ -204,7 +204,7 @@ class Denoiser(nn.Module):
         x = self.norm(x[:, grid.prefix :])
         if self.modulation is not None:
             x = modulate(x, *self.modulation(condition))
-        return self.unpatchify(x, shape)
+        return self.unpatchify(x, shape, tuple(noisy.shape[2:]))
 
     def _check(self, noisy: Tensor, timesteps: Tensor, labels: Tensor | None) -> None:
         check_floating(noisy=noisy)

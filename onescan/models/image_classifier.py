@@ -45,7 +45,7 @@ class ImageClassifierConfig(ModelConfig):
 
     image_size: tuple[int, ...] = (224, 224)
     """Default size along each axis: one axis for signals, two for images, three for video and
-    volumes. Most models accept any size that patch_size divides."""
+    volumes. Most models accept any size."""
     channels: int = 3
     """Channels of the image: 3 for color, 1 for grayscale."""
     patch_size: tuple[int, ...] = (16, 16)
@@ -136,7 +136,7 @@ class ImageClassifier(nn.Module):
     """Patches -> position encoding -> blocks -> pool -> head, as in LightNet, Fig. 3.
 
     >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()
-    >>> model(torch.zeros(2, 3, 224, 160)).shape  # any size that 16 divides
+    >>> model(torch.zeros(2, 3, 224, 150)).shape  # any size
     torch.Size([2, 10])
 
     `image_size` and `patch_size` set the number of axes, here frames, height and width:
@@ -189,16 +189,17 @@ class ImageClassifier(nn.Module):
         """Compute class logits; see `forward_head` for the return value.
 
         Args:
-            images: Grids of any size that `patch_size` divides, of shape [B, channels, *sides].
+            images: Grids of any size, of shape [B, channels, *sides]. If `patch_size` does not
+                divide a side, zeros complete its last patch.
             keep: True for real pixels and False for padding, of shape [B, *sides], for images of
                 mixed sizes in one batch; `onescan.inputs.pad_images` returns it. The real pixels of
-                an image are a box of whole patches that begins at the first pixel. The logits equal
-                those of each image alone at its own size. Padding may hold any values, even NaN.
+                an image are a box that begins at the first pixel. The logits equal those of each
+                image alone at its own size. Padding may hold any values, even NaN.
 
         Raises:
-            ValueError: If the number of channels differs, `patch_size` does not divide a side,
-                the model cannot read padded images (absolute positions, diffusion in row-major
-                order, or a class token in the middle) or, on a CPU, real pixels are not such a box.
+            ValueError: If the number of channels differs, a side is 0, the model cannot read padded
+                images (absolute positions, diffusion in row-major order, or a class token in the
+                middle) or, on a CPU, real pixels are not such a box.
         """
         check_floating(images=images)
         images, kept = self._without_padding(images, keep)
@@ -273,6 +274,12 @@ class ImageClassifier(nn.Module):
     ) -> tuple[Hidden, StreamState]:  # Any: user input
         """Read the next part of an image, in blocks of `per_block` patches; see `stream`."""
         x, shape = self.patchify(images)
+        side, patch = images.shape[2], self.patchify.patch_size[0]
+        if side % patch:  # the next part would begin after the zeros that complete the patch
+            raise ValueError(
+                f"images have size {side} along the first axis, expected a multiple of {patch}, "
+                "the size of a patch"
+            )
         group = sequence_group(None)
         patches = x.shape[1] if group is None else sum(group.lengths(x))
         if patches % per_block:
@@ -406,17 +413,18 @@ class ImageClassifier(nn.Module):
             return images, None
         if keep.dtype != torch.bool:
             raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
-        if keep.shape != (len(images), *images.shape[2:]):
+        batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs
+        if keep.shape != (batch, *sides):
             raise ValueError(
-                f"keep has shape {tuple(keep.shape)}, expected "
-                f"{(len(images), *images.shape[2:])}, one value per pixel"
+                f"keep has shape {tuple(keep.shape)}, expected {(batch, *sides)}, one value per "
+                "pixel"
             )
         if isinstance(self.position, AbsolutePosition):
             raise ValueError(
                 "keep was given with absolute positions, which are resized to one size per batch; "
                 "expected another position encoding"
             )
-        axes = len(self.patchify.patch_size)
+        axes = len(self.patchify.grid_shape(tuple(images.shape[1:])))
         self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
         patches = keep_patches(keep, self.patchify.patch_size)
         images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN

@@ -45,13 +45,12 @@ def test_patches_are_what_a_strided_convolution_reads():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((1, 3, 8, 9), "size 8 x 9 cannot be cut into patches of 4 x 4"),
-        ((1, 3, 8, 2), "size 8 x 2 cannot be cut"),
+        ((1, 3, 8, 0), "input has size 8 x 0, expected at least 1 along each axis"),
         ((1, 1, 8, 8), "1 channels and 2 axes .* expected 3 channels and 2 axes"),
         ((1, 3, 8), "3 channels and 1 axes"),
     ],
 )
-def test_what_patches_do_not_divide_is_refused(shape, message):
+def test_what_patches_cannot_cover_is_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         Patchify(3, (4, 4), 6)(torch.ones(shape))
 

@@ -254,7 +254,6 @@ def test_it_is_exported(condition):
     [
         ({"num_classes": -1}, "num_classes is -1, expected 0 or more"),
         ({"label_dropout": 1.5}, "label_dropout is 1.5"),
-        ({"patch_size": (3, 3)}, "expected multiples of patch_size .3, 3."),
         ({"width": 0}, "width is 0"),
         ({"channels": 0}, "channels is 0"),
     ],
@@ -275,7 +274,7 @@ def test_a_config_that_no_model_has_is_refused(changes, message):
         ((noisy(3, 8, 8), T[:1], LABELS), r"timesteps has shape \(1,\), expected \(2,\)"),
         ((noisy(3, 8, 8), T, LABELS[:1]), r"labels has shape \(1,\), expected \(2,\)"),
         ((noisy(1, 8, 8), T, LABELS), "input has 1 channels"),
-        ((noisy(3, 8, 7), T, LABELS), "8 x 7 cannot be cut"),
+        ((noisy(3, 8, 0), T, LABELS), "input has size 8 x 0, expected at least 1"),
         ((torch.ones(2, 3, 8, 8, dtype=torch.long), T, LABELS), "noisy has dtype torch.int64"),
     ],
     ids=["label", "negative", "late", "nan", "steps", "labels", "channels", "side", "integers"],
@@ -284,6 +283,13 @@ def test_input_that_no_model_takes_is_refused(arguments, message):
     model = awake(tiny())
     with pytest.raises(ValueError, match=message):
         unwrap(Denoiser.forward)(model, *arguments)
+
+
+def test_other_sizes_are_completed_with_zeros():
+    model, images = awake(tiny()), noisy(3, 7, 9)
+    whole = torch.zeros(2, 3, 8, 10, dtype=images.dtype)
+    whole[:, :, :7, :9] = images
+    assert torch.equal(model(images, T, LABELS), model(whole, T, LABELS)[:, :, :7, :9])
 
 
 def test_width_that_sines_do_not_divide_is_refused():
