@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from onescan.experiments.training.loop import train as train
     from onescan.inference.loading import load as load
     from onescan.inference.loading import load_language_model as load_language_model
+    from onescan.inference.windows import predict_windows as predict_windows
     from onescan.models.causal_lm import CausalLM as CausalLM
     from onescan.models.causal_lm import CausalLMConfig as CausalLMConfig
     from onescan.models.causal_lm import Sampling as Sampling
     from onescan.models.denoiser import Denoiser as Denoiser
     from onescan.models.denoiser import DenoiserConfig as DenoiserConfig
+    from onescan.models.dense_predictor import DensePredictor as DensePredictor
+    from onescan.models.dense_predictor import DensePredictorConfig as DensePredictorConfig
     from onescan.models.image_classifier import ImageClassifier as ImageClassifier
     from onescan.models.image_classifier import ImageClassifierConfig as ImageClassifierConfig
     from onescan.models.masked_lm import MaskedLM as MaskedLM
@@ -48,6 +51,8 @@ _MODULES = {
     "CausalLMConfig": "models.causal_lm",
     "Denoiser": "models.denoiser",
     "DenoiserConfig": "models.denoiser",
+    "DensePredictor": "models.dense_predictor",
+    "DensePredictorConfig": "models.dense_predictor",
     "Grid": "shapes",
     "ImageClassifier": "models.image_classifier",
     "ImageClassifierConfig": "models.image_classifier",
@@ -65,6 +70,7 @@ _MODULES = {
     "load": "inference.loading",
     "load_generation_state": "checkpoint.generation_state",
     "load_language_model": "inference.loading",
+    "predict_windows": "inference.windows",
     "preset": "models.presets",
     "save_generation_state": "checkpoint.generation_state",
     "sequence_parallel": "ops.parallel",

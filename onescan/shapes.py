@@ -84,6 +84,7 @@ Images = Float[Tensor, "B channels height width"]
 DenoiserOutput = Float[Tensor, "B predicted *axes"]
 Grids = Float[Tensor, "B channels *axes"]  # signals, images, video
 GridFeatures = Float[Tensor, "B D *grid"]
+GridOutputs = Float[Tensor, "B out_channels *sides"]
 GridKeep = Bool[Tensor, "..."]  # [B, *sides], True for real pixels
 Pictures = Float[Tensor, "B shown *sizes"]  # pixels drawn or decoded from grids
 Logits = Float[Tensor, "B classes"]

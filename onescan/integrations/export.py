@@ -29,6 +29,7 @@ from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
 from onescan.messages import missing_package, named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
+from onescan.models.dense_predictor import DensePredictor
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
@@ -48,6 +49,7 @@ __all__ = [
 ExtraInput = Literal["keep", "segments", "memory_mask"]
 EXTRA_INPUTS: dict[type[nn.Module], tuple[ExtraInput, ...]] = {
     ImageClassifier: ("keep",),
+    DensePredictor: ("keep",),
     Denoiser: (),
     MaskedLM: ("keep", "segments"),
     SequenceClassifier: ("keep", "segments"),
@@ -71,7 +73,7 @@ def export_program(
 
     The inputs, in this order, are
 
-    - `images` of an image classifier,
+    - `images` of an image classifier or dense predictor,
     - `noisy`, `timesteps` and, with classes, `labels` of a denoiser,
     - `tokens` of a language model or text classifier,
     - `tokens` and `memory` of a `SequenceDecoder`,
@@ -83,7 +85,7 @@ def export_program(
     Args:
         model: A model in evaluation mode.
         extra_inputs: Masks and segments that the model's forward takes, in this order: "keep" for
-            classifiers and language models, "segments" for BERT-like models that have them, and
+            all but denoisers and decoders, "segments" for BERT-like models that have them, and
             "memory_mask" for a `SequenceDecoder`.
 
     Raises:
@@ -135,8 +137,8 @@ def export_onnx(
 ) -> None:
     """Write the program of `export_program` to an ONNX file, with the config in its metadata.
 
-    The output is `logits`, or `prediction` of a denoiser. Dynamic sizes are named batch, length,
-    height and width; for signals, samples, and for video also frames.
+    The output is `logits`, or `prediction` of a denoiser or dense predictor. Dynamic sizes are
+    named batch, length, height and width; for signals, samples, and for video also frames.
 
     Raises:
         ValueError: As for `export_program`; also for Crank-Nicolson diffusion, which solves a
@@ -150,7 +152,7 @@ def export_onnx(
     names = list(examples)
     with _OperatorsOfOnnx():
         program = _traced(model, _Whole(model, names), tuple(examples.values()), sizes)
-    output = "prediction" if isinstance(model, Denoiser) else "logits"
+    output = "prediction" if isinstance(model, Denoiser | DensePredictor) else "logits"
     _write(model, program, Path(path), names, [output], {})
 
 
@@ -245,7 +247,7 @@ def _inputs_of(
                 f"extra_inputs contains {name!r}, but this {type(model).__name__} takes "
                 f"{' and '.join(map(repr, known)) or 'no extra inputs'}"
             )
-    if isinstance(model, ImageClassifier | Denoiser):
+    if isinstance(model, ImageClassifier | DensePredictor | Denoiser):
         inputs = _image_inputs(model)
     elif isinstance(model, SequenceDecoder):
         inputs = _decoder_inputs(model)
@@ -276,11 +278,11 @@ def _decoder_inputs(model: SequenceDecoder) -> Inputs:
     }
 
 
-def _image_inputs(model: ImageClassifier | Denoiser) -> Inputs:
+def _image_inputs(model: ImageClassifier | DensePredictor | Denoiser) -> Inputs:
     batch = Dim("batch")
     images, sides = _images_of(model)
     free = {0: batch, **dict(enumerate(sides, start=2))}
-    if isinstance(model, ImageClassifier):
+    if not isinstance(model, Denoiser):
         keep = torch.ones_like(images[:, 0], dtype=torch.bool)
         return {
             "images": (images, free),
@@ -293,7 +295,7 @@ def _image_inputs(model: ImageClassifier | Denoiser) -> Inputs:
     return inputs
 
 
-def _images_of(model: ImageClassifier | Denoiser) -> tuple[Tensor, list[Any]]:
+def _images_of(model: ImageClassifier | DensePredictor | Denoiser) -> tuple[Tensor, list[Any]]:
     """Return an example of images, and the dynamic sizes of their sides; none if they are fixed."""
     config = model.config
     place = next(model.parameters())

@@ -238,6 +238,15 @@ class AbsolutePosition(nn.Module):
         return torch.cat([prefix, rearrange(table, "1 d ... -> (...) d")])
 
 
+def check_masked_position(position: nn.Module | None) -> None:
+    """Raise ValueError if images of mixed sizes cannot share a batch with these positions."""
+    if isinstance(position, AbsolutePosition):
+        raise ValueError(
+            "keep was given with absolute positions, which are resized to one size per batch; "
+            "expected another position encoding"
+        )
+
+
 class SinusoidalPosition(nn.Module):
     """Add sines and cosines, with the same number of channels per axis, except to prefix tokens.
 

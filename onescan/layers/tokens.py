@@ -64,7 +64,11 @@ class Patchify(nn.Module):
             raise ValueError(
                 f"input has size {' x '.join(map(str, sides))}, expected at least 1 along each axis"
             )
-        return tuple(-(-side // p) for side, p in zip(sides, self.patch_size, strict=True))
+        # two cases instead of one rounded division: exported sizes stay simple
+        return tuple(
+            side // p + 1 if side % p else side // p
+            for side, p in zip(sides, self.patch_size, strict=True)
+        )
 
     def known_lengths(self, x: Grids, *, prefix: int) -> AbstractContextManager[None]:
         """Exchange the number of tokens on each rank once, for all layers in a `with` block.
@@ -126,6 +130,23 @@ def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> Non
             for axis, size in enumerate(sizes)
         }
     )
+
+
+def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) -> tuple[Grids, Keep]:
+    """Set padding to zero, and return which patches contain real pixels; see `keep_patches`.
+
+    Raises:
+        ValueError: If the mask has another data type or shape than expected.
+    """
+    if keep.dtype != torch.bool:
+        raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
+    batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs
+    if keep.shape != (batch, *sides):
+        raise ValueError(
+            f"keep has shape {tuple(keep.shape)}, expected {(batch, *sides)}, one value per pixel"
+        )
+    patches = keep_patches(keep, patch_size)
+    return images.masked_fill(~keep.unsqueeze(1), 0), patches  # 0 times NaN is NaN
 
 
 def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:

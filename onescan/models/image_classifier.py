@@ -15,17 +15,17 @@ from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import (
-    AbsolutePosition,
     PositionConfig,
     ToeplitzPosition,
     ToeplitzPositionConfig,
+    check_masked_position,
 )
 from onescan.layers.stack import StackOutput, apply_blocks, build_blocks
 from onescan.layers.tokens import (
     AttentionPool,
     Patchify,
     check_sizes,
-    keep_patches,
+    masked_pixels,
     max_pool,
     mean_pool,
     prefix_token,
@@ -411,23 +411,10 @@ class ImageClassifier(nn.Module):
         """Set padding to zero, and return which tokens are real, prefix included; see `forward`."""
         if keep is None:
             return images, None
-        if keep.dtype != torch.bool:
-            raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
-        batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs
-        if keep.shape != (batch, *sides):
-            raise ValueError(
-                f"keep has shape {tuple(keep.shape)}, expected {(batch, *sides)}, one value per "
-                "pixel"
-            )
-        if isinstance(self.position, AbsolutePosition):
-            raise ValueError(
-                "keep was given with absolute positions, which are resized to one size per batch; "
-                "expected another position encoding"
-            )
-        axes = len(self.patchify.grid_shape(tuple(images.shape[1:])))
+        check_masked_position(self.position)
+        axes = len(self.patchify.patch_size)
         self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
-        patches = keep_patches(keep, self.patchify.patch_size)
-        images = images.masked_fill(~keep.unsqueeze(1), 0)  # 0 times NaN is NaN
+        images, patches = masked_pixels(images, keep, self.patchify.patch_size)
         return images, F.pad(patches, (self.own_prefix, 0), value=True)
 
     def forward_head(

@@ -21,9 +21,10 @@ from onescan.integrations.export import (
     export_step,
     initial_state,
 )
-from onescan.layers.mixers import HybridMixerConfig, MambaMixerConfig
+from onescan.layers.mixers import HybridMixerConfig, LightNetMixerConfig, MambaMixerConfig
 from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
+from onescan.models.dense_predictor import DensePredictorConfig
 from onescan.models.presets import PRESETS
 from onescan.models.sequence_decoder import SequenceDecoder, SequenceDecoderConfig
 
@@ -60,6 +61,15 @@ def _no_gradients():
 
 def small(name):
     """The preset with one block (two in hybrids) and few channels."""
+    if name.startswith("dense_predictor"):
+        sizes = {"image_size": (12, 12), "patch_size": (4, 4), "channels": 1, "out_channels": 2}
+        mixer = LightNetMixerConfig(num_heads=2)
+        decoder = "linear" if name.endswith("linear") else "pyramid"
+        return (
+            DensePredictorConfig(**sizes, width=WIDTH, depth=2, mixer=mixer, decoder=decoder)
+            .build()
+            .eval()
+        )
     if name == "sequence_decoder":
         return SequenceDecoderConfig(vocab_size=VOCABULARY, width=24, depth=1).build().eval()
     config = PRESETS[name].config

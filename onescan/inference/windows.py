@@ -1,0 +1,114 @@
+"""Prediction for grids that are too large for memory, window by window."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from onescan.checks import check_floating, check_positive
+from onescan.messages import plural
+from onescan.progress import progress_bar
+from onescan.shapes import GridOutputs, Grids
+
+SPREAD = 8  # window sides per standard deviation of the weights
+LEAST_WEIGHT = 1e-3  # of the largest weight, so that corners of the grid have weights
+
+
+@torch.no_grad()
+def predict_windows(
+    model: Callable[[Grids], GridOutputs],
+    images: Grids,
+    window: int | Sequence[int],
+    *,
+    overlap: float = 0.5,
+    batch_size: int = 4,
+    progress: bool = False,
+) -> GridOutputs:
+    """Predict each position of a grid as the weighted mean over all windows that contain it.
+
+    Weights decrease from the center of a window as a Gaussian, since predictions at its border lack
+    context. Memory grows with the size of a window, apart from the input and the output.
+
+    Args:
+        model: Maps grids [B, channels, *window] to outputs [B, out_channels, *window], such as a
+            `DensePredictor` in evaluation mode.
+        images: Grids of any size, of shape [B, channels, *sides].
+        window: Size of the window along each axis, or one number for all axes. It is cut to the
+            size of the grid.
+        overlap: Share of a window that the next one contains too, at least 0 and below 1.
+        batch_size: Windows per call of the model.
+        progress: Show a progress bar.
+
+    Returns:
+        Outputs of shape [B, out_channels, *sides] on the device of the images.
+
+    Raises:
+        ValueError: If an argument is out of range, or the model's outputs do not have the size of
+            the window.
+
+    >>> images = torch.randn(1, 2, 50, 40)
+    >>> torch.allclose(predict_windows(lambda x: 2 * x, images, 16), 2 * images, atol=1e-6)
+    True
+    """
+    check_floating(images=images)
+    sides = tuple(images.shape[2:])
+    check_positive(batch_size=batch_size)
+    sizes = (window,) * len(sides) if isinstance(window, int) else tuple(window)
+    if len(sizes) != len(sides):
+        raise ValueError(
+            f"window has {plural(len(sizes), 'size')}, but images have {len(sides)} axes"
+        )
+    check_positive(**{f"window[{axis}]": size for axis, size in enumerate(sizes)})
+    if not 0 <= overlap < 1:
+        raise ValueError(f"overlap is {overlap}, expected 0 or more and less than 1")
+    sizes = tuple(map(min, sizes, sides))
+    places = list(product(*(_starts(*pair, overlap) for pair in zip(sides, sizes, strict=True))))
+    boxes = [
+        (sample, (slice(None), *(slice(a, a + n) for a, n in zip(place, sizes, strict=True))))
+        for sample in range(len(images))
+        for place in places
+    ]
+    weights = _gaussian(sizes, images)
+    total: Tensor | None = None
+    weight = images.new_zeros(sides)
+    for place in places:
+        weight[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))] += weights
+    with progress_bar(len(boxes), desc="windows", disable=not progress) as bar:
+        for first in range(0, len(boxes), batch_size):
+            group = boxes[first : first + batch_size]
+            outputs = model(torch.stack([images[sample][box] for sample, box in group]))
+            if tuple(outputs.shape[2:]) != sizes:
+                raise ValueError(
+                    f"the model returned outputs of size {tuple(outputs.shape[2:])} for a window "
+                    f"of size {sizes}, expected the same size"
+                )
+            if total is None:
+                total = outputs.new_zeros(len(images), outputs.shape[1], *sides)
+            for (sample, box), output in zip(group, outputs, strict=True):
+                total[sample][box] += output * weights.to(output.dtype)
+            bar.update(len(group))
+    assert total is not None, "there is at least one window per grid"
+    return total / weight.to(total.dtype)
+
+
+def _starts(side: int, size: int, overlap: float) -> list[int]:
+    """Return the first positions of windows that cover a side, evenly spaced.
+
+    >>> _starts(10, 4, 0.5), _starts(4, 4, 0.5)
+    ([0, 2, 4, 6], [0])
+    """
+    stride = max(int(size * (1 - overlap)), 1)
+    count = math.ceil((side - size) / stride) + 1
+    return [round(i * (side - size) / max(count - 1, 1)) for i in range(count)]
+
+
+def _gaussian(sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the weight of each position of a window, the largest one 1."""
+    weights = like.new_ones(())
+    for size in sizes:
+        places = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
+        line = (-0.5 * (SPREAD * places / size).square()).exp()
+        weights = weights.unsqueeze(-1) * line
+    return (weights / weights.max()).clamp(min=LEAST_WEIGHT)

@@ -1,0 +1,178 @@
+"""From the tokens of several blocks to a grid of full resolution, in steps of small factors."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onescan.layers.tokens import whole_patches
+from onescan.shapes import GridFeatures, GridKeep, GridOutputs, Grids
+
+Factors = tuple[int, ...]  # per axis
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+LEAST_CHANNELS = 16  # at full resolution
+KERNEL_SIZE = 3
+
+
+def upsampling_steps(patch_size: Factors) -> tuple[Factors, ...]:
+    """Return the factors of each upsampling step, whose product is the patch size.
+
+    Each step multiplies the sides by prime factors; the last steps change all axes.
+
+    >>> upsampling_steps((16, 4)), upsampling_steps((10,)), upsampling_steps((1, 1))
+    (((2, 1), (2, 1), (2, 2), (2, 2)), ((5,), (2,)), ())
+    """
+    reverse = zip_longest(*map(_prime_factors, patch_size), fillvalue=1)
+    return tuple(reverse)[::-1]
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors in increasing order."""
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
+
+
+class PyramidDecoder(nn.Module):
+    """Upsample patches step by step, and add earlier blocks and the input on the way.
+
+    Each step multiplies the sides by small factors and halves the channels. Its result is
+    concatenated with the patches of an earlier block at the same resolution, or with the input in
+    the last step, and passes through two convolutions. Channels are normalized at each position,
+    so that outputs do not depend on padding.
+
+    Source: UNETR, arXiv:2103.10504, Fig. 2, for any patch size, with normalized channels instead of
+    instance norm, and one transposed convolution per skip connection.
+
+    Args:
+        width: Channels of the patches.
+        channels: Channels of the input.
+        out_channels: Channels of the output.
+        patch_size: Size of a patch along each axis, up to three.
+
+    Raises:
+        ValueError: If there are more than three axes.
+    """
+
+    def __init__(
+        self, width: int, channels: int, out_channels: int, patch_size: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        axes = len(patch_size)
+        if axes not in CONVOLUTIONS:
+            raise ValueError(
+                f"decoder is 'pyramid' with {axes} axes, but convolutions have at most "
+                f"{max(CONVOLUTIONS)}; expected decoder='linear'"
+            )
+        self.patch_size = patch_size
+        self.steps = upsampling_steps(patch_size)
+        least = min(width, LEAST_CHANNELS)
+        widths = [max(width >> step, least) for step in range(len(self.steps) + 1)]
+        self.upsample = nn.ModuleList(
+            _upsampling(a, b, step)
+            for (a, b), step in zip(pairwise(widths), self.steps, strict=True)
+        )
+        reached = accumulate(self.steps, _product)  # size of a patch after each step
+        self.skips = nn.ModuleList(
+            _upsampling(width, channels, factors)
+            for channels, factors in zip(widths[1:-1], reached, strict=False)
+        )
+        self.stem = CONVOLUTIONS[axes](channels, widths[-1], KERNEL_SIZE, padding="same")
+        merged = widths[1:] or widths  # patches of one position need no step
+        self.merge = nn.ModuleList(ConvolutionBlock(axes, 2 * each, each) for each in merged)
+        self.head = CONVOLUTIONS[axes](widths[-1], out_channels, 1)
+
+    @property
+    def levels(self) -> int:
+        """Number of blocks that are read: the last one, and one for each step but the last."""
+        return 1 + len(self.skips)
+
+    def forward(
+        self, features: Sequence[GridFeatures], images: Grids, keep: GridKeep | None
+    ) -> GridOutputs:
+        """Return a grid of whole patches, [B, out_channels, *sides].
+
+        Args:
+            features: Patches after `levels` blocks as grids, [B, width, *grid]; the last one first.
+            images: The input. Zeros complete its last patches.
+            keep: True for real patches, [B, *grid]; None if all are.
+        """
+        x, *earlier = features
+        stem = self.stem(whole_patches(images, self.patch_size))
+        x, mask = masked_grid(x, keep), keep
+        skips = [skip(masked_grid(y, keep)) for skip, y in zip(self.skips, earlier, strict=True)]
+        steps = zip(self.upsample, self.steps, strict=True)
+        others = iter([*skips, stem])
+        if not self.steps:
+            x = self.merge[0](torch.cat([x, stem], dim=1), mask)
+        for merge, (upsample, factors) in zip(self.merge, steps, strict=False):
+            mask = None if mask is None else repeated(mask, factors)
+            x = merge(torch.cat([upsample(x), next(others)], dim=1), mask)
+        return self.head(x)
+
+
+class ConvolutionBlock(nn.Module):
+    """Two convolutions with normalized channels, and a linear map around them.
+
+    Args:
+        axes: Number of axes of the grid.
+        channels: Channels of the input.
+        out_channels: Channels of the output.
+    """
+
+    def __init__(self, axes: int, channels: int, out_channels: int) -> None:
+        super().__init__()
+        convolution = CONVOLUTIONS[axes]
+        self.first = convolution(channels, out_channels, KERNEL_SIZE, padding="same")
+        self.second = convolution(out_channels, out_channels, KERNEL_SIZE, padding="same")
+        self.first_norm, self.second_norm = (ChannelNorm(out_channels) for _ in range(2))
+        self.around = convolution(channels, out_channels, 1)
+
+    def forward(self, x: Grids, keep: GridKeep | None) -> GridOutputs:
+        """Return zeros where `keep`, [B, *sides], is False, and do not read these positions."""
+        x = masked_grid(x, keep)
+        y = masked_grid(F.gelu(self.first_norm(self.first(x))), keep)
+        y = self.second_norm(self.second(y))
+        return masked_grid(F.gelu(y + self.around(x)), keep)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Layer norm over the channels of each position of a grid, [B, channels, *sides]."""
+
+    def forward(self, x: Grids) -> Grids:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def masked_grid(x: Grids, keep: GridKeep | None) -> Grids:
+    """Set positions to zero where `keep`, [B, *sides], is False."""
+    return x if keep is None else x.masked_fill(~keep.unsqueeze(1), 0)
+
+
+def repeated(keep: GridKeep, factors: Factors) -> GridKeep:
+    """Repeat each position along each axis.
+
+    >>> repeated(torch.tensor([[True, False]]), (2,)).tolist()
+    [[True, True, False, False]]
+    """
+    for axis, factor in enumerate(factors, start=1):
+        keep = keep.repeat_interleave(factor, dim=axis)
+    return keep
+
+
+def _product(a: Factors, b: Factors) -> Factors:
+    return tuple(x * y for x, y in zip(a, b, strict=True))
+
+
+def _upsampling(channels: int, out_channels: int, factors: Factors) -> nn.Module:
+    """Return a linear map from each position to a box of positions."""
+    kind: Any = TRANSPOSED[len(factors)]
+    return kind(channels, out_channels, kernel_size=factors, stride=factors)
