@@ -49,10 +49,13 @@ def test_shards_of_a_variant_load_on_a_device_map(model, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_saved_precisions_load(model, dtype, tmp_path):
+    expected = predicted(model)
     model.to(dtype).save_pretrained(tmp_path)
     loaded = DenoiserModel.from_pretrained(tmp_path, torch_dtype=dtype)
     assert loaded.dtype == dtype
-    assert predicted(loaded, dtype).isfinite().all()
+    assert torch.equal(predicted(loaded, dtype), predicted(model, dtype))
+    error = (predicted(loaded, dtype) - expected).abs().max()
+    assert error <= 30 * torch.finfo(dtype).eps * expected.abs().max()
 
 
 def test_layerwise_casting_stores_linear_weights_in_eight_bits(model):

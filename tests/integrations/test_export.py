@@ -41,6 +41,7 @@ from onescan.layers.position import (
     TokenPositionConfig,
 )
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
@@ -256,7 +257,7 @@ def test_a_classifiers_program_takes_segments():
         assert_near(program(tokens, keep, segments), model(tokens, keep, segments=segments))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @over_images
 def test_an_image_program_takes_any_batch_and_size(name):
     model = image_classifier(**IMAGES[name])
@@ -285,7 +286,7 @@ def test_some_models_have_one_size_and_any_batch(fields):
         program(torch.randn(1, 1, 12, 10))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "any_length"),
     [
@@ -352,7 +353,7 @@ def test_an_onnx_file_of_texts_takes_any_length_and_padding(tmp_path, traced, ch
         assert_near(run(session, tokens=tokens, keep=keep)[0], model(tokens, keep))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "lightnet", "lion", "window"])
 def test_an_onnx_masked_model_takes_padding_on_either_side(tmp_path, name):
     model = MaskedLMConfig(**{**TEXT, **BOTH[name]}).build().eval()
@@ -434,13 +435,18 @@ def test_an_export_leaves_the_model_as_it_was():
         (lambda: export_program(causal(CAUSAL["lion"]).train()), "model is training, expected"),
         (
             lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("segments",)),
-            "has no segments",
+            "extra_inputs contains 'segments', but this CausalLM takes 'keep'",
         ),
         (
             lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("mask",)),
-            "extra_inputs 'mask' is unknown",
+            "extra_inputs contains 'mask', but this CausalLM takes 'keep'",
         ),
-        (lambda: export_program(image_classifier(), extra_inputs=("keep",)), "for an image model"),
+        (
+            lambda: export_program(
+                DenoiserConfig(width=24, depth=1).build().eval(), extra_inputs=("keep",)
+            ),
+            "but this Denoiser takes no extra inputs",
+        ),
         (lambda: export_step(image_classifier()), "ImageClassifier"),
         (lambda: initial_state(causal(CAUSAL["lion"]), batch=0), "batch is 0, expected"),
     ],

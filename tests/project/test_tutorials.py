@@ -11,6 +11,49 @@ import pytest
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "tutorials" / "index.md"
 TUTORIALS = sorted(set(INDEX.parent.glob("*.md")) - {INDEX})
+# What each tutorial prints: a pattern of a number, and its least and greatest value on all lines
+# where it appears. About half of the way from chance to what was measured.
+NUMBERS = {
+    "generate": [(r"^step 300  loss (\S+)", 0, 0.5), (r"^largest difference: (\S+)", 0, 1e-4)],
+    "layers": [
+        (r"^accuracy on grids of .*: (\S+)", 0.9, 1),
+        (r"^without the other cells: (\S+)", 0.5, 0.75),
+        (r"^largest difference: (\S+)", 0, 1e-5),
+        (r"^without the mask: (\S+)", 1e-3, 1),
+    ],
+    "long_sequences": [(r"^largest difference of a gradient: (\S+)", 0, 1e-5)],
+    "masked_language_model": [
+        (r"^step 300  loss (\S+)", 0, 0.8),
+        (r"^accuracy before: (\S+)", 0.3, 0.7),
+        (r"^accuracy after: (\S+)", 0.85, 1),
+    ],
+    "migrate": [
+        (r"^accuracy with softmax attention: (\S+)", 0.8, 1),
+        (r"^accuracy after the replacement: (\S+)", 0, 0.85),
+        (r"^accuracy after fine-tuning: (\S+)", 0.8, 1),
+        (r"^largest difference: (\S+)", 0, 1e-5),
+    ],
+    "own_images": [(r"^accuracy: (\S+)", 0.8, 1)],
+    "sample": [(r"^(\d+)% of the samples are closest to", 70, 100)],
+    "segmentation": [
+        (r"^accuracy: (\S+)", 0.9, 1),
+        (r"^accuracy of predicting background everywhere: (\S+)", 0, 0.9),
+        (r"^IoU of .*: (\S+)", 0.5, 1),
+    ],
+    "video": [
+        (r"^accuracy: ([\d.]+)", 0.7, 1),
+        (r"direction correct: (\S+)", 0.9, 1),
+        (r"^accuracy on new signals: (\S+)", 0.8, 1),
+    ],
+}
+# Sentences that must appear.
+SENTENCES = {
+    "distributed": ["same weights to the last bit: True", "same losses: True"],
+    "generate": ["same text: True"],
+    "long_sequences": ["rank 0: logits and gradients equal those of whole images"],
+    "migrate": ["same accuracy: True"],
+    "sample": ["same images: True"],
+}
 LIMIT = 600  # seconds; a tutorial computes for less than one minute, but the machine may be busy
 FRONT_MATTER = """---
 jupytext:
@@ -81,4 +124,13 @@ def test_a_tutorial_runs(path, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout
+    for sentence in SENTENCES.get(path.stem, []):
+        assert sentence in run.stdout
+    for pattern, least, greatest in NUMBERS.get(path.stem, []):
+        found = [float(number) for number in re.findall(pattern, run.stdout, re.MULTILINE)]
+        assert found, pattern
+        assert all(least <= number <= greatest for number in found), (pattern, found)
+
+
+def test_every_tutorial_states_a_result():
+    assert {path.stem for path in TUTORIALS} == {*NUMBERS, *SENTENCES}
