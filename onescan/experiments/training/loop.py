@@ -57,6 +57,7 @@ from onescan.experiments.training.distributed import (
 )
 from onescan.experiments.training.evaluation import eval_mode, evaluate, make_picture
 from onescan.experiments.training.folder import (
+    OF_EMA,
     check_run_dir,
     prepare_run_dir,
     read_manifest,
@@ -92,7 +93,6 @@ from onescan.experiments.training.state import TrainingState, last_state, restor
 from onescan.experiments.training.transfer import AttentionTransfer, Average
 from onescan.messages import printable
 
-OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the raw weights are reported
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
 EnteredT = TypeVar("EnteredT")
