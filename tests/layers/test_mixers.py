@@ -450,6 +450,8 @@ def test_key_importance_is_a_share():
         ({"chunk_size": 0}, 1, "chunk_size is 0"),
         ({"leak": (16.0, 4.0)}, 1, r"leak is \(16.0, 4.0\), expected the shortest and the longest"),
         ({"leak": (0.0, 4.0)}, 1, r"leak is \(0.0, 4.0\), expected the shortest and the longest"),
+        ({"leak": (1e-45, 1.0)}, 1, r"such as \(16, 4096\), from 1e-05 to 1e\+30"),
+        ({"leak": (1.0, 1e39)}, 1, r"such as \(16, 4096\), from 1e-05 to 1e\+30"),
         (
             {"leak": (16.0, 4096.0)},
             1,

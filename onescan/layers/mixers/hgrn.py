@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS
+from onescan.layers.basic import EPS, normalized
 from onescan.layers.decays import bounded_decay, small_linear
 from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
 from onescan.ops.collectives import gather
@@ -105,7 +105,7 @@ class HGRNMixer(Mixer):
             h, new_state = self._scan(c, enter, log_decay, theta, real, state, group)
             states.append(flipped(h) if backward else h)
         h = sum(states[1:], start=states[0])
-        o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
+        o = normalized(self.norm, h.mT.flatten(-2))
         o = self.out_proj(gated(o, gate, "silu"))
         return masked(o, keep), new_state
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import build_norm
+from onescan.layers.basic import build_norm, normalized
 from onescan.layers.convolution import RealFirst, ShortConvolution
 from onescan.layers.decays import Mamba2Decay
 from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
@@ -109,7 +109,7 @@ class HydraMixer(Mixer):
         # Sums may overflow float16.
         (v,) = to_accumulation_dtype(u.unflatten(-1, (self.config.num_heads, -1)))
         y = self._strictly_before_and_after(x, keys, v, real) + diagonal.unsqueeze(-1) * v
-        y = self.norm(y.flatten(-2).to(self.norm.weight.dtype)) * F.silu(z)
+        y = normalized(self.norm, y.flatten(-2)) * F.silu(z)
         return self.out_proj(y.to(x.dtype))
 
     def _strictly_before_and_after(

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS, Gate, NormName, build_norm
+from onescan.layers.basic import EPS, Gate, NormName, build_norm, normalized
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
@@ -401,7 +400,7 @@ class LinearAttention(Mixer, ABC):
         """Apply the norm, the gate and the output projection."""
         norm_heads = self.config.norm_heads
         o = o if norm_heads else o.flatten(-2)
-        o = self.norm(o.to(self._norm_dtype(x, o)))
+        o = self._normalized(x, o)
         o = o.flatten(-2) if norm_heads else o
         if gate is not None:
             o = self._gated(o, gate)
@@ -412,12 +411,11 @@ class LinearAttention(Mixer, ABC):
         gate = gate if self.gate_proj is None else self.gate_proj(gate)
         return gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
 
-    def _norm_dtype(self, x: Hidden, o: Tensor) -> torch.dtype:
-        """Return the dtype of the norm's input: that of its weights, or else one for `out_proj`."""
-        scale = getattr(self.norm, "weight", None)
-        if scale is not None:
-            return scale.dtype
-        return o.dtype if is_autocast_enabled(x) else x.dtype
+    def _normalized(self, x: Hidden, o: Tensor) -> Tensor:
+        """Apply the norm; return the dtype of its weights, or else one for `out_proj`."""
+        if getattr(self.norm, "weight", None) is not None:
+            return normalized(self.norm, o)
+        return self.norm(o).to(o.dtype if is_autocast_enabled(x) else x.dtype)
 
 
 def _check_parts(state: LinearAttentionState, **expected: bool) -> None:

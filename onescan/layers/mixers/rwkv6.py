@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import normalized
 from onescan.layers.decays import RWKV6DecayConfig
 from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
@@ -168,8 +169,8 @@ class RWKV6Mixer(Mixer):
         # Sums may overflow float16.
         (v,) = to_accumulation_dtype(v)
         o, attention = self._attend(q, k, v, log_decay, None if state is None else state.attention)
-        o = o.flatten(-2).to(self.norm.weight.dtype)
-        o = self.norm(o.flatten(0, 1)).view(o.shape)
+        o = o.flatten(-2)
+        o = normalized(self.norm, o.flatten(0, 1)).view(o.shape)
         y = self.out_proj(gated(o, self.gate_proj(g), "silu"))
         y = masked(y, keep)
         if attention is None:
