@@ -20,6 +20,7 @@ from onescan.layers.mixers.contract import (
     Mixer,
     ScanName,
     check_blocks,
+    check_tokens,
     flipped,
     masked,
 )
@@ -130,6 +131,12 @@ class LinearAttentionConfig(DirectedMixerConfig, ABC):
         for name in ("key_width", "value_width", "gate_rank"):
             if (size := getattr(self, name)) is not None:
                 check_positive(**{name: size})
+        # where gates are the default, gate="none" alone disables them, whatever their rank
+        if type(self).gate == self.gate == "none" and self.gate_rank is not None:
+            raise ValueError(
+                f"gate_rank is {self.gate_rank} with gate='none', expected gate='sigmoid' or "
+                "'silu': without a gate, there is no projection for it"
+            )
 
 
 class LinearAttentionState(NamedTuple):
@@ -296,6 +303,12 @@ class LinearAttention(Mixer, ABC):
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, LinearAttentionState | None]:
         config = self.config
+        check_tokens(x, grid, keep)
+        if cu_seqlens is not None and "cu_seqlens" not in config.takes:
+            raise ValueError(
+                "cu_seqlens was given to a mixer that cannot separate packed sequences: put each "
+                "sequence into a row of its own, with keep"
+            )
         if config.causal_block is not None:
             check_blocks(config.causal_block, grid)
         if state is not None:
@@ -308,6 +321,11 @@ class LinearAttention(Mixer, ABC):
         angles = self.angles(parts[0], grid, start)
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
+            if state.window is not None and len(state.window) != len(x):
+                raise ValueError(
+                    f"state.window has {len(state.window)} rows, but x has {len(x)}: expected one "
+                    "for each sequence"
+                )
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
         decays = self.decays_of(x, extra, grid, lower_bound)
         options = ScanOptions(angles, keep, cu_seqlens, before.attention)

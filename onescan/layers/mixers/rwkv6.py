@@ -18,6 +18,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Mixer,
     both_directions,
+    check_tokens,
     flipped,
     masked,
 )
@@ -148,6 +149,7 @@ class RWKV6Mixer(Mixer):
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: RWKV6State | None = None
     ) -> tuple[Hidden, RWKV6State | None]:
         config = self.config
+        check_tokens(x, grid, keep)
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, RWKV6State, causal=config.is_causal)
