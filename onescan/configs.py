@@ -263,7 +263,8 @@ def _has_type(value: Any, member: Any) -> bool:
     if get_origin(member) is Literal:
         return type(value) in map(type, get_args(member))
     if member in (int, float):
-        return isinstance(value, Integral if member is int else Real) and type(value) is not bool
+        number = isinstance(value, Integral if member is int else Real)
+        return number and not isinstance(value, bool)
     return member not in (bool, str, type(None)) or type(value) is member
 
 

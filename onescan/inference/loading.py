@@ -196,8 +196,7 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     folder, _, _, header = _read(name)
     if not isinstance(header.format, TextFormat):
         raise ValueError(f"{name!r} was trained on {type(header.format).__name__}, not on text")
-    tokenizer = header.format.saved_in(folder).open(folder)
-    return header.run.model, tokenizer
+    return header.run.model, header.format.open(folder)
 
 
 def _is_pretrained(name: str) -> bool:

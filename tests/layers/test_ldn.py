@@ -631,9 +631,7 @@ def test_dense_kernels_refuse_several_ranks(monkeypatch):
 
 def test_models_refuse_dense_kernels_for_grids_of_other_sizes():
     dense = LinearDiffusionMixerConfig(num_heads=2, kernel="dense", tokens=9)
-    with pytest.raises(
-        ValueError, match=r"tokens is 9, but the model's default grid \(4, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"tokens is 9, but the model's default grid \(4, 4\)"):
         small(mixer=dense).build()
     hybrid = HybridMixerConfig(linear=dense, attention=LightNetMixerConfig(num_heads=2), period=2)
     with pytest.raises(ValueError, match=r"mixer\.tokens is 9, .* has 16; expected None"):
