@@ -56,7 +56,6 @@ from onescan.experiments.training.state import STATE, STEP, last_state
 from onescan.inputs import Format, GridFormat
 from onescan.ops.backend import default_kernels
 
-OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the raw weights are reported
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
 FINISHED = (RESULT, EVALUATION, WEIGHTS, METRICS, CONFIG)  # the state may have been removed
 # in order of removal: config.json, which marks the folder as a run's, is last
@@ -275,8 +274,6 @@ def write_result(folder: Path, evaluation: Evaluation, step: int) -> None:
 def read_result(folder: Path) -> RunResult | None:
     """Read a finished run's result; None if the run is not finished.
 
-    If only its EMA is missing and can be recreated from the last state, it is not finished.
-
     Raises:
         ValueError: If one of its files is damaged.
     """
@@ -287,9 +284,6 @@ def read_result(folder: Path) -> RunResult | None:
     data = from_json(path.read_bytes(), path, RECREATE)
     match data:
         case {"steps": int(steps), "metrics": dict(metrics)} if metrics:
-            has_ema = any(name.startswith(OF_EMA) for name in metrics)
-            if has_ema and not (folder / AVERAGE).exists() and last_state(folder):
-                return None
             if all(map(is_number, metrics.values())):
                 arrays, _ = read_weights(folder / EVALUATION, RECREATE)
                 evaluation = Evaluation(metrics=metrics, arrays=arrays)
