@@ -12,6 +12,7 @@ import reprlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -102,6 +103,23 @@ def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
                 raise ValueError(f"{dotted}: {part} is {place!r}, it has no field {name!r}")
         place[name] = _plain(value, None, dotted)
     return from_dict(type(config), data)
+
+
+def check_types(config: Any, path: str = "") -> None:
+    """Raise ValueError if a field of a config, or of a config in it, has a value of a wrong type.
+
+    `from_dict` checks the same and more; this is for configs that are constructed directly. Fields
+    of other types than numbers, strings, booleans, None and tuples of them are not checked.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, declared, place = getattr(config, field.name), hints[field.name], field.name
+        if not any(_has_type(value, member) for member in _members(declared)):
+            raise ValueError(
+                f"{_join(path, place)} is {reprlib.repr(value)}, expected {_expected(declared)}"
+            )
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            check_types(value, _join(path, place))
 
 
 def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
@@ -233,6 +251,23 @@ def _convert(value: Any, member: Any, path: str) -> Any:
     return value
 
 
+def _has_type(value: Any, member: Any) -> bool:
+    """Whether a value has a type; True for types that `check_types` does not check."""
+    if get_origin(member) is tuple:
+        items = get_args(member)
+        if not isinstance(value, list | tuple):
+            return False
+        if items[1:] == (...,):
+            items = items[:1] * len(value)
+        return len(items) == len(value) and all(map(_has_type, value, items))
+    if get_origin(member) is Literal:
+        return type(value) in map(type, get_args(member))
+    if member in (int, float):
+        number = isinstance(value, Integral if member is int else Real)
+        return number and not isinstance(value, bool)
+    return member not in (bool, str, type(None)) or type(value) is member
+
+
 def _differences(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if not (dataclasses.is_dataclass(a) and dataclasses.is_dataclass(b)):
         if a != b:
@@ -274,7 +309,15 @@ def _synonym(name: str, fields: Collection[str]) -> str:
 
 
 def _type_name(declared: Any) -> str:
-    """Format a type without the names of modules."""
+    """Format a type without the names of modules.
+
+    >>> _type_name(int | Literal["auto"] | None)
+    "int | Literal['auto'] | None"
+    """
+    if len(_members(declared)) > 1:
+        return " | ".join(map(_type_name, _members(declared)))
+    if declared is type(None):
+        return "None"
     if isinstance(declared, type) and not get_args(declared):
         return declared.__name__
     return re.sub(r"[A-Za-z_][\w.]*\.(?=\w)", "", str(declared))

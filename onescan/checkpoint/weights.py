@@ -27,6 +27,12 @@ MARK = rb"\"sha256\": \""  # escaped, because the notes are a JSON string in the
 ZEROS = "0" * 64
 MAX_HEADER = 100_000_000  # bytes, as safetensors allows
 REMEDY = "restore it from a backup"
+REWRITE = f"{REMEDY}, or remove it and run the command that wrote it again"  # not of the best
+WRITTEN = {  # why a file may be missing
+    WEIGHTS: "no checkpoint has been saved there",
+    BEST: "training writes it at the first evaluation",
+    AVERAGE: "only runs with training.reported_weights raw write it, at every checkpoint",
+}
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -118,10 +124,9 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
             differs), or the model does not fit into memory.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path.parent} has no {path.name}: no checkpoint has been saved there"
-        )
-    stored = _sizes_in(path)
+        raise missing(path)
+    remedy = REMEDY if path.name == BEST else REWRITE
+    stored = _sizes_in(path, remedy)
     try:
         empty = build_on_meta(config, max_tensors=2 * len(stored) + 100)  # tied tensors count twice
     except ValueError as error:
@@ -129,12 +134,18 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
     if empty is not None:
         expected = sizes_of(distinct(empty))
         check_sizes(_widened(stored, expected), expected, path)
-    tensors, notes = read_weights(path)
+    tensors, notes = read_weights(path, remedy)
     model = build_unchecked(config)
     expected = sizes_of(distinct(model))
     check_sizes(_widened(stored, expected), expected, path)
     model.load_state_dict(tensors, strict=False)  # not strict: tied weights are stored once
     return model.eval(), notes
+
+
+def missing(path: Path) -> FileNotFoundError:
+    """Return the error for a file that a run does not have."""
+    why = WRITTEN.get(path.name, f"its weights are in {WEIGHTS}")
+    return FileNotFoundError(f"{path.parent} has no {path.name}: {why}")
 
 
 def _widened(
@@ -181,8 +192,8 @@ def distinct(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
-def _sizes_in(path: Path) -> dict[str, TensorSize]:
-    with _reading(path, REMEDY), safe_open(path, framework="pt") as file:
+def _sizes_in(path: Path, remedy: str) -> dict[str, TensorSize]:
+    with _reading(path, remedy), safe_open(path, framework="pt") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {
             name: TensorSize(tuple(part.get_shape()), _dtype(part.get_dtype()))

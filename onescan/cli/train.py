@@ -47,7 +47,7 @@ onescan recipes lists the recipes. RECIPE/ABLATION is an ablation from the paper
 FILE.py:FUNCTION is your own recipe. --config trains with the config.json of an existing run.
 --model.mixer NAME replaces the mixer of a recipe's model: lightnet, lion_s, softmax, ..., or one
 of your own that FILE.py registers; NAME_hybrid keeps or adds softmax attention in every fourth
-block.
+block. mamba, mamba2 and rwkv6 are the recurrences of LION's Table 1, not the complete layers.
 onescan train RECIPE --help shows the common options and their defaults, --help-all all of them.
 Often used:
   --data.path, --training.epochs, --training.batch-size, --training.learning-rate, --seeds,

@@ -13,7 +13,7 @@ from torch import nn
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import damaged, is_number
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
-from onescan.checkpoint.weights import REMEDY, load_model
+from onescan.checkpoint.weights import REMEDY, load_model, missing
 from onescan.checks import HUB_NAME
 from onescan.configs import ModelConfig
 from onescan.inputs import Format
@@ -54,21 +54,12 @@ def load(path: str | Path) -> Checkpoint:
     custom model first.
 
     Raises:
-        FileNotFoundError: If there is no such path, or the run has not saved any weights yet.
+        FileNotFoundError: If there is no such path, or the run has not saved these weights.
         ValueError: If `path` is not a path, the folder holds no run or was written by an
             unsupported version, or if the weights are damaged (names the file), do not match the
             model or do not fit into memory.
     """
-    if not isinstance(path, str | PathLike):
-        raise ValueError(f"path is {path!r}, expected the folder of a run")
-    path = zoo.resolve(Path(path))
-    if not path.exists():
-        raise FileNotFoundError(f"there is no run at {path}")
-    folder, weights = locate(path)
-    if path != folder and not (folder / CONFIG).is_file():
-        raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
-    data = read_config(folder)
-    header = _parse(data, folder / CONFIG)
+    folder, weights, data, header = _read(path)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, header.run.model)
     return Checkpoint(
@@ -93,6 +84,26 @@ class _Header:
     run: _Run
     format: Format
     class_names: tuple[str, ...]
+
+
+def _read(path: str | Path) -> tuple[Path, Path, dict[str, Any], _Header]:
+    """Return a run's folder, the file of the weights that a path selects, and its config.json.
+
+    Raises:
+        FileNotFoundError: If there is no such path.
+        ValueError: As `load`, except for the weights.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path is {path!r}, expected the folder of a run")
+    path = zoo.resolve(Path(path))
+    if not path.exists():
+        is_in_run = (path.parent / CONFIG).is_file()
+        raise missing(path) if is_in_run else FileNotFoundError(f"there is no run at {path}")
+    folder, weights = locate(path)
+    if path != folder and not (folder / CONFIG).is_file():
+        raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
+    data = read_config(folder)
+    return folder, weights, data, _parse(data, folder / CONFIG)
 
 
 def _parse(data: dict[str, Any], path: Path) -> _Header:
@@ -164,6 +175,28 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
         tokenizer, model = run.format.open(run.folder), run.model
     tokenizer.check_vocabulary(model.config.vocab_size)
     return model, tokenizer
+
+
+def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
+    """Load the config of a language model and its tokenizer; a run's weights are not read.
+
+    Args:
+        name: As in `load_language_model`.
+
+    Raises:
+        ValueError: If there is no such model, or it has no tokenizer.
+        FileNotFoundError: If there is no such path.
+        ImportError: If transformers is needed and not installed.
+    """
+    from onescan.inputs.tokenizer import TextFormat
+
+    if _is_pretrained(name):
+        model, tokenizer = load_language_model(name)
+        return model.config, tokenizer
+    folder, _, _, header = _read(name)
+    if not isinstance(header.format, TextFormat):
+        raise ValueError(f"{name!r} was trained on {type(header.format).__name__}, not on text")
+    return header.run.model, header.format.open(folder)
 
 
 def _is_pretrained(name: str) -> bool:

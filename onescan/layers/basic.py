@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from onescan.checks import check_choice, check_positive
 from onescan.ops.gating import gated
@@ -44,6 +46,18 @@ def build_norm(name: NormName, width: int, *, affine: bool = True, eps: float = 
     if name == "none":
         return nn.Identity()
     return nn.RMSNorm(width, eps=eps, elementwise_affine=affine and name == "rms")
+
+
+def normalized(norm: Any, x: Tensor) -> Tensor:
+    """Apply a norm with weights to x, and return the result in the dtype of the weights.
+
+    x is converted first, except to float16: wide sums over tokens may exceed its range.
+    """
+    dtype = norm.weight.dtype
+    if dtype != torch.float16 or x.dtype == dtype:
+        return norm(x.to(dtype))
+    wide = {name: weight.to(x.dtype) for name, weight in norm.named_parameters()}
+    return functional_call(norm, wide, (x,)).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

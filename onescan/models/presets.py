@@ -380,6 +380,7 @@ _MAMBA_LM = _Family(
         mlp=None,
         position=None,
         norm="rms",
+        norm_eps=1e-5,
     ),
     "Mamba, arXiv:2312.00752; LightNet, arXiv:2405.21022, Table 6",
 )
@@ -394,6 +395,7 @@ _MAMBA2_LM = _Family(
         mlp=None,
         position=None,
         norm="rms",
+        norm_eps=1e-5,
     ),
     "Mamba-2, arXiv:2405.21060, Table 10; LightNet, arXiv:2405.21022, Figure 5",
 )

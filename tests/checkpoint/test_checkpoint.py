@@ -487,6 +487,26 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     assert "outer.weight" not in stored
 
 
+def test_a_file_that_a_run_lacks_is_named_with_the_reason(stopped, tmp_path):
+    folder = copy(stopped, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"run has no ema\.safetensors: only runs with"):
+        load(folder / "ema.safetensors")
+    (folder / "best.safetensors").unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError, match=r"run has no best\.safetensors: training writes"):
+        load(folder / "best.safetensors")
+    with pytest.raises(
+        FileNotFoundError, match=r"run has no other\.safetensors: its weights are in"
+    ):
+        load(folder / "other.safetensors")
+
+
+def test_damaged_weights_can_be_written_again(stopped, tmp_path):
+    folder = copy(stopped, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="or remove it and run the command that wrote it again"):
+        load(folder)
+
+
 def test_a_path_without_a_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no run at .*nowhere"):
         load(tmp_path / "nowhere")

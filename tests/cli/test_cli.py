@@ -661,7 +661,7 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--seeds", "9" * 30], "--seeds is 999"),
         (
             ["--training.batch-size", "9999"],
-            "--training.batch-size is 9999, but there are 1437 training images: pass a smaller "
+            "--training.batch-size is 9999, but there are 1,437 training images: pass a smaller "
             "one, such as --training.batch-size 64",
         ),
         (["--training.batch-size", "0"], "--training.batch-size is 0"),

@@ -113,9 +113,11 @@ def test_text_configs_have_the_names_that_tools_read():
     assert not limited.is_decoder
 
 
-def test_only_models_with_lrpe_keep_weights_in_float32():
-    kept = to_transformers(causal(CAUSAL["lightnet"]))._keep_in_fp32_modules_strict
-    assert set(kept) == {"theta"}  # a list in some versions
+def test_only_models_with_angles_or_decays_keep_weights_in_float32():
+    expected = {"lightnet": {"theta", "log_rate"}, "mamba2": {"log_rate", "dt_bias"}}
+    for name, names in expected.items():
+        kept = to_transformers(causal(CAUSAL[name]))._keep_in_fp32_modules_strict
+        assert set(kept) == names  # a list in some versions
     without = to_transformers(built(*PRESETS["deit"]))
     assert not without._keep_in_fp32_modules_strict
 

@@ -41,6 +41,13 @@ from onescan.integrations.transformers import (
     to_transformers,
 )
 from onescan.integrations.transformers.modeling import CACHE
+from onescan.layers.decays import FixedDecayConfig
+from onescan.layers.mixers import (
+    HGRNMixerConfig,
+    LightNetMixerConfig,
+    LionMixerConfig,
+    Mamba2MixerConfig,
+)
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": None}
@@ -584,6 +591,31 @@ def test_a_config_that_says_what_the_model_is_not_is_refused():
     for fields in ({"depth": 1}, {"tie_word_embeddings": False}, {"vocab_size": 70}):
         with pytest.raises(ValueError, match="but the model's is"):
             to_transformers(native, **fields)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "names"),
+    [
+        (Mamba2MixerConfig(num_heads=3, direction="forward", key_width=4), {"log_rate", "dt_bias"}),
+        (
+            LightNetMixerConfig(num_heads=3, direction="forward", leak=(2.0, 64.0)),
+            {"theta", "log_leak"},
+        ),
+        (LionMixerConfig(num_heads=3, direction="forward", decay=FixedDecayConfig()), {"logit"}),
+        (HGRNMixerConfig(num_heads=3, direction="forward"), {"theta", "logits"}),
+    ],
+)
+def test_decays_keep_their_precision(mixer, names, tmp_path):
+    whole = to_transformers(causal({"mixer": mixer, "position": None}))
+    path = saved(whole, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    wide = {n.rpartition(".")[2] for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert wide == names
+    want = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32:
+            assert torch.equal(parameter, want[name].float())
+    assert model.generate(ids(2, 4), **GREEDY).shape == (2, 10)
 
 
 def test_angles_keep_their_precision(lightnet, tmp_path):

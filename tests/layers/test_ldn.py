@@ -629,6 +629,22 @@ def test_dense_kernels_refuse_several_ranks(monkeypatch):
         mixer(tokens(1, 7), Grid((7,)))
 
 
+def test_models_refuse_dense_kernels_for_grids_of_other_sizes():
+    dense = LinearDiffusionMixerConfig(num_heads=2, kernel="dense", tokens=9)
+    with pytest.raises(ValueError, match=r"tokens is 9, but the model's default grid \(4, 4\)"):
+        small(mixer=dense).build()
+    hybrid = HybridMixerConfig(linear=dense, attention=LightNetMixerConfig(num_heads=2), period=2)
+    with pytest.raises(ValueError, match=r"mixer\.tokens is 9, .* has 16; expected None"):
+        small(mixer=hybrid).build()
+    small(mixer=dataclasses.replace(dense, tokens=16)).build()
+
+
+def test_dense_kernels_need_no_number_of_tokens_without_diffusion():
+    for tokens in (None, 9):
+        mixer = built(kernel="dense", diffusion=False, tokens=tokens)
+        assert len(mixer.diffusions) == 0
+
+
 def test_models_of_grids_tell_dense_kernels_their_number_of_tokens():
     dense = LinearDiffusionMixerConfig(num_heads=2, kernel="dense", kernels=5)
     hybrid = HybridMixerConfig(linear=dense, attention=LightNetMixerConfig(num_heads=2), period=2)

@@ -81,7 +81,8 @@ def small_models():
         changes |= IMAGES if "image_size" in vars(known.config) else {"vocab_size": 11}
         if "channels" in vars(known.config):
             changes["channels"] = 1
-        if "gate_rank" in vars(known.config.mixer):
+        mixer = vars(known.config.mixer)
+        if "gate_rank" in mixer and mixer["gate"] != "none":
             changes["mixer.gate_rank"] = 4
         configs.setdefault(replace(known.config, changes), name)
     return {name: config for config, name in configs.items()}

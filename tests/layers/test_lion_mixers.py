@@ -19,7 +19,9 @@ from onescan.layers.mixers import (
     LINEAR_TRANSFORMERS,
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
+    HydraMixerConfig,
     LionMixerConfig,
+    RWKV6MixerConfig,
     lion,
 )
 from onescan.layers.tokens import snake_orders
@@ -666,13 +668,22 @@ def test_a_lion_classifier_compiles_whole(scan):
         torch.testing.assert_close(exported.module()(more), model(more))
 
 
-@pytest.mark.parametrize("row", ["linear_attention", "mamba2", "gla"])
-def test_sums_that_nothing_divides_may_outgrow_float16(row):
-    mixer = dataclasses.replace(LINEAR_TRANSFORMERS[row], num_heads=HEADS).build(
-        width=WIDTH, axes=1
-    )
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(LINEAR_TRANSFORMERS[row] for row in ("linear_attention", "mamba2", "gla")),
+        dataclasses.replace(LINEAR_TRANSFORMERS["gla"], norm="simple_rms"),
+        HydraMixerConfig(),
+        RWKV6MixerConfig(),
+    ],
+)
+def test_sums_that_nothing_divides_may_outgrow_float16(config, autocasts):
+    mixer = dataclasses.replace(config, num_heads=HEADS).build(width=WIDTH, axes=1)
     x = 300 * torch.randn(1, 256, WIDTH).abs()
-    with torch.autocast("cpu", dtype=torch.float16):
+    if not autocasts:
+        mixer, x = mixer.half(), x.half()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocasts):
         o, _ = mixer(x, Grid((256,)))
     assert o.dtype == torch.float16
     assert o.isfinite().all()

@@ -206,6 +206,21 @@ def _queries_first(x):
     return torch.cat([c, b, values])
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"norm": "simple_rms"}, {"norm_heads": True}])
+def test_outputs_before_the_norm_may_outgrow_float16(autocasts, fields):
+    config = Mamba2MixerConfig(num_heads=8, direction="forward", **fields)
+    mixer = config.build(width=256, axes=1)
+    x = 10 * torch.randn(1, 64, 256)
+    want, _ = mixer(x, Grid((64,)))
+    with torch.autocast("cpu", torch.float16, enabled=autocasts):
+        if not autocasts:
+            mixer, x = mixer.half(), x.half()
+        got, _ = mixer(x, Grid((64,)))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=5e-3)
+
+
 def test_initial_values_are_mamba2s():
     mixer = Mamba2MixerConfig(num_heads=8).build(width=64, axes=1)
     mixer.apply(partial(init_weights, std=0.02))  # as models do

@@ -2,13 +2,14 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from projections import parts_of
 from test_convolution import loop as convolve
 from torch import nn
 
-from onescan.configs import replace
+from onescan.configs import check_types, replace
 from onescan.layers.decays import FixedDecayConfig, GLADecayConfig, HGRN2DecayConfig, NoDecayConfig
 from onescan.layers.mixers import (
     DeltaProductMixerConfig,
@@ -16,9 +17,13 @@ from onescan.layers.mixers import (
     GatedDeltaNetMixerConfig,
     KDAMixerConfig,
     LightNetMixerConfig,
+    LinearDiffusionMixerConfig,
     LionMixerConfig,
+    Mamba2MixerConfig,
+    MambaMixerConfig,
 )
 from onescan.layers.tokens import snake_orders
+from onescan.ops.packing import Packing
 from onescan.shapes import Grid
 
 WIDTH, HEADS = 24, 3
@@ -321,6 +326,27 @@ def test_backward_is_forward_from_the_other_end(name):
     torch.testing.assert_close(y, want.flip(1))
 
 
+def test_packed_sequences_are_refused_where_they_are_not_separated():
+    packing = Packing(torch.tensor([0, 2, 5], dtype=torch.int32), batch=1, tokens=5)
+    x, grid = torch.randn(1, 5, WIDTH), Grid((5,))
+    for config in (LION(conv_size=3), LIGHTNET(decay_logits="offset"), LION(scan="natural")):
+        mixer = config.build(width=WIDTH, axes=1)
+        with pytest.raises(ValueError, match="to a mixer that cannot separate packed"):
+            mixer(x, grid, cu_seqlens=packing)
+    LION().build(width=WIDTH, axes=1)(x, grid, cu_seqlens=packing)
+
+
+def test_a_state_of_another_batch_size_is_refused():
+    for config in (
+        Mamba2MixerConfig(num_heads=HEADS, direction="forward"),
+        LION(direction="forward"),
+    ):
+        mixer = config.build(width=WIDTH, axes=1)
+        _, state = mixer(torch.randn(3, 4, WIDTH), Grid((4,)))
+        with pytest.raises(ValueError, match=r"state\..* has (3 rows, but x has 2|shape \(3, )"):
+            mixer(torch.randn(2, 4, WIDTH), Grid((4,)), state=state)
+
+
 @pytest.mark.parametrize("name", ["deltanet", "retention"])
 def test_a_state_of_another_config_is_refused(name):
     mixer, x = trained(CAUSAL[name]), tokens(1, 2)
@@ -361,6 +387,8 @@ LION, DELTA, LIGHTNET = (
         (DELTA(value_width=-1), 1, "value_width is -1"),
         (LION(value_width=0), 1, "value_width is 0"),
         (LION(value_width=5, state_size=4), 1, "state_size is 4 .* value_width=5"),
+        (LION(gate_rank=2), 1, "gate_rank is 2 with gate='none', expected gate='sigmoid'"),
+        (DELTA(gate_rank=2), 1, "gate_rank is 2 with gate='none'"),
         (LION(rotary=True), 1, "normalize is 'sum' with rotary=True, expected 'none'"),
         (LION(rotary=True, normalize="none"), 2, "rotary is True with 2 axes"),
         (LION(rotary=True, normalize="none", key_width=5), 1, "heads of width 5, expected"),
@@ -369,6 +397,58 @@ LION, DELTA, LIGHTNET = (
 def test_impossible_fields_are_refused(config, axes, message):
     with pytest.raises(ValueError, match=message):
         config.build(width=WIDTH, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "message"),
+    [
+        (
+            LIGHTNET(direction="forward"),
+            "leak",
+            (1, 2, 3),
+            r"leak is \(1, 2, 3\), expected tuple\[",
+        ),
+        (LIGHTNET(direction="forward"), "leak", 16, r"leak is 16, expected tuple\[float, float\]"),
+        (Mamba2MixerConfig(), "value_expansion", 1.5, "value_expansion is 1.5, expected int"),
+        (DELTA(), "key_width", 1.5, r"key_width is 1.5, expected int \| None"),
+        (DELTA(), "num_heads", 2.0, "num_heads is 2.0, expected int"),
+        (DELTA(), "num_heads", True, "num_heads is True, expected int"),
+        (DELTA(), "conv_size", 2.5, r"conv_size is 2.5, expected int \| Literal\['auto'\] \| None"),
+        (LinearDiffusionMixerConfig(), "kernels", 2.0, "kernels is 2.0, expected int"),
+        (
+            LinearDiffusionMixerConfig(),
+            "sigmas",
+            (1.0, "2"),
+            r"sigmas is \(1.0, '2'\), expected tup",
+        ),
+        (MambaMixerConfig(), "chunk_size", 3.3, "chunk_size is 3.3, expected int"),
+        (MambaMixerConfig(), "gate", None, "gate is None, expected Literal"),
+        (LION(), "bias", 1, "bias is 1, expected bool"),
+        (LION(), "norm_eps", "1e-5", "norm_eps is '1e-5', expected float"),
+    ],
+)
+def test_values_of_wrong_types_are_refused(config, field, value, message):
+    object.__setattr__(config, field, value)  # past the tests' own check of types
+    with pytest.raises(ValueError, match=message):
+        config.build(width=WIDTH, axes=1)
+
+
+def test_types_of_nested_configs_are_checked():
+    decay = GLADecayConfig()
+    object.__setattr__(decay, "rank", 2.5)
+    with pytest.raises(ValueError, match=r"decay\.rank is 2.5, expected int"):
+        LION(decay=decay).build(width=WIDTH, axes=1)
+
+
+def test_numpy_numbers_and_lists_are_accepted():
+    config = LinearDiffusionMixerConfig(num_heads=HEADS)
+    for field, value in {
+        "kernels": np.int64(2),
+        "epsilon": np.float64(1e-3),
+        "sigmas": [1],
+    }.items():
+        object.__setattr__(config, field, value)
+    check_types(config)
 
 
 @pytest.mark.parametrize("field", ["feature_map", "qk_norm", "gate"])

@@ -150,6 +150,21 @@ def test_causal_forms_of_lightnet_are_rejected_when_built_without_causal(form):
 
 
 @over_mixers
+def test_a_grid_or_mask_of_other_tokens_is_refused(config_class):
+    mixer = config_class(num_heads=HEADS).build(width=WIDTH, axes=1)
+    x = torch.randn(2, 5, WIDTH)
+    with pytest.raises(ValueError, match=r"x has 5 tokens, but Grid\(.* has 6"):
+        mixer(x, Grid((6,)))
+    for keep in (torch.ones(2, 4, dtype=torch.bool), torch.ones(1, 5, dtype=torch.bool)):
+        with pytest.raises(
+            ValueError, match=r"keep has shape .*, expected \(2, 5\) and torch.bool"
+        ):
+            unwrap(type(mixer).forward)(mixer, x, Grid((5,)), keep=keep)
+    with pytest.raises(ValueError, match=r"keep has shape \(2, 5\) and dtype torch\.float32"):
+        unwrap(type(mixer).forward)(mixer, x, Grid((5,)), keep=torch.ones(2, 5))
+
+
+@over_mixers
 def test_heads_must_divide_the_width(config_class):
     widths = getattr(config_class, "keywords", {})
     if {"key_width", "value_width"} <= widths.keys():  # then heads have widths of their own
@@ -450,6 +465,8 @@ def test_key_importance_is_a_share():
         ({"chunk_size": 0}, 1, "chunk_size is 0"),
         ({"leak": (16.0, 4.0)}, 1, r"leak is \(16.0, 4.0\), expected the shortest and the longest"),
         ({"leak": (0.0, 4.0)}, 1, r"leak is \(0.0, 4.0\), expected the shortest and the longest"),
+        ({"leak": (1e-45, 1.0)}, 1, r"such as \(16, 4096\), from 1e-05 to 1e\+30"),
+        ({"leak": (1.0, 1e39)}, 1, r"such as \(16, 4096\), from 1e-05 to 1e\+30"),
         (
             {"leak": (16.0, 4096.0)},
             1,

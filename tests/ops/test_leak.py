@@ -162,6 +162,22 @@ def test_a_leak_of_zero_is_bit_equal_to_none(form, dtype):
     assert all(map(torch.equal, (got, *after), (o, *state)))
 
 
+@over_forms
+@pytest.mark.parametrize("leak", [1e5, 1e9, 1e16, 1e29, 3e38, 1.7e308])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_with_a_large_leak_tokens_read_only_themselves(form, leak, scale):
+    q, k, v = (rand(1, 300, H, K) for _ in range(3))
+    named = {"q": q, "k": scale * k, "v": v, "leak": torch.full((H,), leak, dtype=torch.float64)}
+    for dtype in (torch.float64, torch.float32):
+        if leak > torch.finfo(dtype).max:
+            continue
+        named = {n: x.to(dtype) for n, x in named.items()}
+        (o, *state), gradients = outputs_and_gradients(partial(causal_decay, form=form), named)
+        torch.testing.assert_close(o, named["q"].sum(-1, keepdim=True) * named["v"])
+        torch.testing.assert_close(state[0], named["k"][:, -1].double(), atol=1e-6, rtol=0)
+        assert all(x.isfinite().all() for x in gradients)
+
+
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
 def test_two_calls_equal_one_at_every_cut(first, second):

@@ -31,9 +31,9 @@ from onescan.experiments.tasks.glue import Scoring
 from onescan.experiments.training import MachineConfig, RunConfig, TrainingConfig
 from onescan.experiments.training.config import Precision, Schedule
 from onescan.experiments.training.folder import check_run_dir
-from onescan.inference.loading import load_language_model
+from onescan.inference.loading import load_language_config, load_language_model
 from onescan.messages import named_type
-from onescan.models.masked_lm import MaskedLM, MaskedLMConfig
+from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import Pool, SequenceClassifierConfig
 
 ORDER: tuple[GlueTask, ...] = ("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")
@@ -268,12 +268,17 @@ def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueR
 
     Raises:
         ValueError: If the options are invalid, or the checkpoint is not a masked language model.
-        FileNotFoundError: If the run has no saved weights.
+        FileNotFoundError: If the run has no saved weights, unless training starts from scratch.
     """
     tasks = options.selected()
-    model, tokenizer = load_language_model(checkpoint)
-    if not isinstance(model, MaskedLM):
-        raise ValueError(f"{checkpoint!r} holds {named_type(model)}, expected a MaskedLM")
+    if options.from_scratch:
+        model, tokenizer = load_language_config(checkpoint)
+    else:
+        loaded, tokenizer = load_language_model(checkpoint)
+        model = loaded.config
+    if not isinstance(model, MaskedLMConfig):
+        kind = named_type(model).removesuffix("Config")
+        raise ValueError(f"{checkpoint!r} holds {kind}, expected a MaskedLM")
     recipe = GLUE[options.recipe]
     from_mnli = options.from_mnli_tasks
     if MNLI not in tasks and set(tasks) & set(from_mnli):
@@ -296,13 +301,13 @@ def plan_glue(options: GlueRunsConfig, checkpoint: str, out: Path) -> list[GlueR
         config = RunConfig(
             name=f"glue/{task}",
             model=classifier(
-                model.config,
+                model,
                 len(PROBLEMS[task].class_names) or 1,
                 options.pool,
                 dropout=recipe.dropout,
             ),
             data=data,
-            task=GlueConfig(segments=model.config.segment_types > 0),
+            task=GlueConfig(segments=model.segment_types > 0),
             init_from=None if options.from_scratch else str(start),
             training=training,
             machine=options.machine,

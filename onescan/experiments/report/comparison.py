@@ -390,7 +390,7 @@ class Column(NamedTuple):
 
     Attributes:
         head: Title.
-        values: Returns one number for each run of a row.
+        values: Returns one number for each run of a row; none for runs without this metric.
         text: Formats a number.
         better: Which of two numbers is better, if either.
         least: Returns the smallest difference from a number that is worth marking.
@@ -405,8 +405,10 @@ class Column(NamedTuple):
     is_metric: bool = False
 
     def format(self, row: Row) -> str:
-        """Format the mean over seeds, and the standard deviation of metrics."""
+        """Format the mean over seeds, and the standard deviation of metrics; "" without values."""
         number = SeedValues(tuple(self.values(row)))
+        if not number.values:
+            return ""
         if not self.is_metric or number.std is None:
             return self.text(number.mean)
         return f"{self.text(number.mean)} \u00b1 {self.text(number.std)}"
@@ -417,8 +419,8 @@ class Column(NamedTuple):
         Args:
             values: Numbers of the runs, for each row.
         """
-        numbers = [SeedValues(tuple(each)) for each in values]
-        known = [i for i, number in enumerate(numbers) if not math.isnan(number.mean)]
+        numbers = {i: SeedValues(tuple(each)) for i, each in enumerate(values) if each}
+        known = [i for i, number in numbers.items() if not math.isnan(number.mean)]
         known.sort(key=lambda i: numbers[i].mean, reverse=self.better == "higher")
         if self.better is None or len(known) <= 1:
             return None
@@ -433,7 +435,7 @@ def table_columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns that follow the names and seeds."""
     steps = {run.result.steps for row in rows for run in row.runs}
     return [
-        *(_metric_column(name) for name in rows[0].runs[0].result.metrics),
+        *map(_metric_column, _metrics(rows)),
         Column("parameters", lambda row: [float(row.parameters)], large),
         Column("examples/s", _of_runs(lambda run: run.throughput), large, "higher"),
         Column(
@@ -453,11 +455,23 @@ def _of_runs(number: Callable[[FinishedRun], float]) -> Callable[[Row], Sequence
     return lambda row: [number(run) for run in row.runs]
 
 
+def _metrics(rows: Sequence[Row]) -> list[str]:
+    """List the metrics of all runs; some runs may lack some, such as those of an EMA."""
+    return list(
+        dict.fromkeys(name for row in rows for run in row.runs for name in run.result.metrics)
+    )
+
+
+def _runs_with(row: Row, name: str) -> list[FinishedRun]:
+    """Return the runs of a row that have a metric."""
+    return [run for run in row.runs if name in run.result.metrics]
+
+
 def _metric_column(name: str) -> Column:
     is_accuracy = name.endswith(ACCURACY)
     return Column(
         f"test {metric_name(name)}",
-        _of_runs(lambda run: run.result.metrics[name]),
+        lambda row: [run.result.metrics[name] for run in _runs_with(row, name)],
         lambda value: metric_value(name, value),
         "higher" if is_accuracy else "lower" if name.endswith("loss") else None,
         # of an accuracy, compare the errors
@@ -538,8 +552,8 @@ def _devices(rows: Sequence[Row]) -> str:
 
 def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
     figure, figures = partial(line_figure, x=axis.label), []
-    for name in rows[0].runs[0].result.metrics:
-        lines = [metric_curve(row, axis, name) for row in rows]
+    for name in _metrics(rows):
+        lines = [metric_curve(row, axis, name) for row in rows if _runs_with(row, name)]
         is_share = name.endswith(ACCURACY)
         caption = "At each evaluation on the test set" + "; higher is better" * is_share + "."
         scale = "share" if is_share else "log"
@@ -558,7 +572,8 @@ def _figures(rows: Sequence[Row], axis: Axis) -> list[Figure]:
 
 def metric_curve(row: Row, axis: Axis, name: str) -> Line:
     """Return a metric at each evaluation."""
-    curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in row.runs]
+    runs = _runs_with(row, name)
+    curves = [(_positions(axis, run, "test"), run.column("test", name)) for run in runs]
     return _line(row, curves, lambda value: metric_value(name, value))
 
 

@@ -52,7 +52,8 @@ class GlueOutcome:
     """Finished runs of several tasks, all with the same seeds."""
 
     checkpoint: str
-    """Pretrained model. Some tasks start from its MNLI fine-tuning."""
+    """Pretrained model, or only its shape if the runs start from scratch. Some tasks start from its
+    MNLI fine-tuning."""
     recipe: str
     runs: Mapping[GlueTask, tuple[FinishedRun, ...]]
     """One run for each seed, by task; with the best learning rate, if several were tried."""
@@ -63,6 +64,13 @@ class GlueOutcome:
     def seeds(self) -> list[int]:
         """Seeds, in the order of all values."""
         return [run.seed for run in next(iter(self.runs.values()))]
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether all tasks start from random weights."""
+        return all(
+            run.manifest.run.init_from is None for runs in self.runs.values() for run in runs
+        )
 
     def metrics(self, task: GlueTask) -> dict[str, SeedValues]:
         """Return a task's metrics, without the loss."""
@@ -104,6 +112,7 @@ class GlueOutcome:
         }
         return {
             "checkpoint": self.checkpoint,
+            "from_scratch": self.from_scratch,
             "recipe": self.recipe,
             "seeds": self.seeds,
             "tasks": tasks,
@@ -150,7 +159,7 @@ def read_glue(
 
     Args:
         results: One result for each seed, by task.
-        checkpoint: Pretrained model that was fine-tuned.
+        checkpoint: Pretrained model that was fine-tuned, or whose shape was used.
         recipe: Name in `onescan.experiments.recipes.glue.GLUE`.
         tried: Results with each learning rate, by task, if several were tried.
 
@@ -214,12 +223,16 @@ def write_glue(outcome: GlueOutcome, folder: Path) -> Path:
     """
     tasks, seeds = plural(len(outcome.runs), "task"), plural(len(outcome.seeds), "seed")
     *rows, (*average, score) = table_rows(outcome)
+    scratch, trained = "", "A masked language model, fine-tuned"
+    if outcome.from_scratch:
+        scratch = " without pre-training"
+        trained = f"A model with the shape of {outcome.checkpoint} and random weights, trained"
     check_report_path(folder / PAGE)
     write_json(folder / SUMMARY, outcome.to_dict())
     page = Page(
         kind="GLUE",
-        title=f"{short_name(outcome.checkpoint)} on {tasks}",
-        lead=f"A masked language model, fine-tuned on {tasks} of GLUE with {seeds}, by the recipe "
+        title=f"{short_name(outcome.checkpoint)}{scratch} on {tasks}",
+        lead=f"{trained} on {tasks} of GLUE with {seeds}, by the recipe "
         f"{GLUE[outcome.recipe].title} ({GLUE[outcome.recipe].source})."
         + (f" {chosen_note(outcome)}" if outcome.tried else ""),
         cards=_cards(outcome),
@@ -302,7 +315,7 @@ def _settings(outcome: GlueOutcome) -> Section:
         rows.append(
             (
                 PROBLEMS[task].title,
-                str(first.manifest.run.init_from),
+                first.manifest.run.init_from or "random",
                 f"{first.manifest.examples:,}",
                 f"{training.learning_rate:g}",
                 f"{training.weight_decay:g}",

@@ -16,7 +16,7 @@ from onescan.configs import ModelConfig
 from onescan.experiments.data import DataSet, DataState, Example, batched
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.inputs import Format
-from onescan.messages import named_type
+from onescan.messages import named_type, plural
 
 Batch = tuple[Tensor, ...]
 Metrics = dict[str, Float[Tensor, ""]]
@@ -170,8 +170,10 @@ class Task(ABC):
         """
         count = len(self.train)
         if batch_size > count:
+            are, examples = "is" if count == 1 else "are", self.unit.removesuffix("s")
             raise ValueError(
-                f"training.batch_size is {batch_size}, but there are {count} training {self.unit}: "
+                f"training.batch_size is {batch_size}, but there {are} "
+                f"{plural(count, f'training {examples}')}: "
                 f"pass a smaller one, such as --training.batch-size {fitting_batch_size(count)}"
             )
         return count // batch_size

@@ -126,7 +126,7 @@ def train(
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(machine.device, timeout=machine.timeout))
         is_replaced = ranks.first(lambda: check_run_dir(folder, run, overwrite=overwrite))
-        finished = None if is_replaced else ranks.first(lambda: read_result(folder))
+        finished = None if is_replaced else ranks.first(lambda: _finished(folder))
         if finished:
             return finished
         device = choose_device(machine.device, ranks)
@@ -680,6 +680,15 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
         restore_state(last, state, ranks)
     if ranks.first(lambda: _step_of_best(folder / BEST)) > state.step:
         state.best = -math.inf  # that evaluation will be repeated
+
+
+def _finished(folder: Path) -> RunResult | None:
+    """Return a finished run's result; None if its EMA can be recreated from the last state."""
+    result = read_result(folder)
+    has_ema = result is not None and any(name.startswith(OF_EMA) for name in result.metrics)
+    if has_ema and not (folder / AVERAGE).exists() and last_state(folder):
+        return None
+    return result
 
 
 def _step_of_best(weights: Path) -> int:

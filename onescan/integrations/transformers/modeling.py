@@ -64,8 +64,10 @@ class OnescanModel(PreTrainedModel):
     """Tokenizer or image processor that `save_pretrained` also writes, if there is one."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # LRPE multiplies these angles and their rounding errors by the position of a token
-    _keep_in_fp32_modules_strict = ["theta"]  # noqa: RUF012
+    # Angles and decays: positions multiply them and their rounding errors.
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        *("theta", "log_leak", "log_rate", "dt_bias", "forget_bias", "logit", "logits")
+    ]
     _no_split_modules = ["OnescanBlock"]  # noqa: RUF012
 
     def __init__(self, config: Any) -> None:
@@ -74,8 +76,9 @@ class OnescanModel(PreTrainedModel):
             # otherwise transformers 5.0 rounds the angles to float32
             self.dtype_plan: dict[str, Any] = {}
         self.wrap(self.build_native())
-        if not any(name.endswith(".theta") for name in self.state_dict()):
-            self._keep_in_fp32_modules_strict = []
+        names = {name.rpartition(".")[2] for name in self.state_dict()}
+        kept = [name for name in type(self)._keep_in_fp32_modules_strict if name in names]
+        self._keep_in_fp32_modules_strict = kept
         mark_initialized(self)
         self.post_init()
 

@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole
+from onescan.configs import check_types
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
 from onescan.ops.parallel import scan_group, sequence_group
@@ -26,6 +28,12 @@ class MixerConfig(ABC):
 
     num_heads: int = 6
     """Number of heads; must divide the width."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let `build` check the types of all fields first, as loading a config does."""
+        super().__init_subclass__(**options)
+        if "build" in vars(cls):
+            setattr(cls, "build", _with_checked_types(cls.build))  # noqa: B010 - mypy
 
     @abstractmethod
     def build(self, *, width: int, axes: int) -> "Mixer":
@@ -128,6 +136,17 @@ class MixerConfig(ABC):
         if self.num_heads < 1 or width % self.num_heads:
             raise ValueError(f"width {width} is not a multiple of num_heads {self.num_heads}")
         return width // self.num_heads
+
+
+def _with_checked_types(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `build` that raises ValueError if a field has a wrong type."""
+
+    @wraps(build)
+    def checked(self: MixerConfig, *, width: int, axes: int) -> Any:
+        check_types(self)
+        return build(self, width=width, axes=axes)
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +279,22 @@ def call_mixer(mixer: nn.Module, x: Hidden, grid: Grid, **options: Any) -> tuple
             "state, such as (x, None)"
         )
     return mixed
+
+
+def check_tokens(x: Hidden, grid: Grid, keep: Any) -> None:
+    """Raise ValueError unless a grid and a mask are those of x.
+
+    >>> check_tokens(torch.ones(1, 5, 8), Grid((2, 3)), None)
+    Traceback (most recent call last):
+    ValueError: x has 5 tokens, but Grid(shape=(2, 3), prefix=0) has 6
+    """
+    if grid.tokens != x.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
+    if keep is not None and (keep.shape != x.shape[:2] or keep.dtype != torch.bool):
+        raise ValueError(
+            f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}, expected "
+            f"{tuple(x.shape[:2])} and torch.bool: True for each real token of x"
+        )
 
 
 def check_blocks(causal_block: int, grid: Grid) -> None:

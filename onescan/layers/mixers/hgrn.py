@@ -10,9 +10,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS
+from onescan.layers.basic import EPS, normalized
 from onescan.layers.decays import bounded_decay, small_linear
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, MixerConfig, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    MixerConfig,
+    check_tokens,
+    flipped,
+    masked,
+)
 from onescan.ops.collectives import gather
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
 from onescan.ops.gating import gated
@@ -88,6 +95,7 @@ class HGRNMixer(Mixer):
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, DecayState | None]:
         """Mix the tokens; see `Mixer.forward`. Without `lower_bound`, the bound is 0."""
+        check_tokens(x, grid, keep)
         if state is not None:
             self.config.check_state(state, grid)
         x = masked(x, keep)
@@ -105,7 +113,7 @@ class HGRNMixer(Mixer):
             h, new_state = self._scan(c, enter, log_decay, theta, real, state, group)
             states.append(flipped(h) if backward else h)
         h = sum(states[1:], start=states[0])
-        o = self.norm(h.mT.flatten(-2).to(self.norm.weight.dtype))
+        o = normalized(self.norm, h.mT.flatten(-2))
         o = self.out_proj(gated(o, gate, "silu"))
         return masked(o, keep), new_state
 

@@ -8,10 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import build_norm
+from onescan.layers.basic import build_norm, normalized
 from onescan.layers.convolution import RealFirst, ShortConvolution
 from onescan.layers.decays import Mamba2Decay
-from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
+from onescan.layers.mixers.contract import (
+    Mixer,
+    MixerConfig,
+    both_directions,
+    check_tokens,
+    masked,
+)
 from onescan.layers.mixers.rwkv6 import previous_tokens
 from onescan.ops.decay_attention import Form, decay_attention
 from onescan.ops.numerics import to_accumulation_dtype
@@ -88,6 +94,7 @@ class HydraMixer(Mixer):
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
     ) -> tuple[Hidden, None]:
+        check_tokens(x, grid, keep)
         if state is not None:
             self.check_state(state, object, causal=False)
         if keep is None:
@@ -109,7 +116,7 @@ class HydraMixer(Mixer):
         # Sums may overflow float16.
         (v,) = to_accumulation_dtype(u.unflatten(-1, (self.config.num_heads, -1)))
         y = self._strictly_before_and_after(x, keys, v, real) + diagonal.unsqueeze(-1) * v
-        y = self.norm(y.flatten(-2).to(self.norm.weight.dtype)) * F.silu(z)
+        y = normalized(self.norm, y.flatten(-2)) * F.silu(z)
         return self.out_proj(y.to(x.dtype))
 
     def _strictly_before_and_after(

@@ -56,6 +56,7 @@ from onescan.shapes import (
 
 DecayLogits = Literal["shared", "offset", "independent"]
 
+SHORTEST, LONGEST = 1e-5, 1e30  # half-lives in tokens whose rates are accurate in float32
 MAX_LOG_GAIN = 4.0  # up to this gain, the norm's epsilon has the intended effect, even in float16
 
 
@@ -133,10 +134,10 @@ class LightNetMixerConfig(LinearAttentionConfig):
         return LightNetMixer(self, width, axes)
 
     def _check_leak(self, shortest: float, longest: float) -> None:
-        if not 0 < shortest <= longest < math.inf:
+        if not SHORTEST <= shortest <= longest <= LONGEST:
             raise ValueError(
                 f"leak is {self.leak}, expected the shortest and the longest half-life in tokens, "
-                "such as (16, 4096)"
+                f"such as (16, 4096), from {SHORTEST:g} to {LONGEST:g}"
             )
         if not self.reads_one_side:
             raise ValueError(

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.basic import EPS, Gate, NormName, build_norm
+from onescan.layers.basic import EPS, Gate, NormName, build_norm, normalized
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Mixer,
     ScanName,
     check_blocks,
+    check_tokens,
     flipped,
     masked,
 )
@@ -131,6 +131,12 @@ class LinearAttentionConfig(DirectedMixerConfig, ABC):
         for name in ("key_width", "value_width", "gate_rank"):
             if (size := getattr(self, name)) is not None:
                 check_positive(**{name: size})
+        # where gates are the default, gate="none" alone disables them, whatever their rank
+        if type(self).gate == self.gate == "none" and self.gate_rank is not None:
+            raise ValueError(
+                f"gate_rank is {self.gate_rank} with gate='none', expected gate='sigmoid' or "
+                "'silu': without a gate, there is no projection for it"
+            )
 
 
 class LinearAttentionState(NamedTuple):
@@ -297,6 +303,12 @@ class LinearAttention(Mixer, ABC):
         lower_bound: LowerBound | None = None,
     ) -> tuple[Hidden, LinearAttentionState | None]:
         config = self.config
+        check_tokens(x, grid, keep)
+        if cu_seqlens is not None and "cu_seqlens" not in config.takes:
+            raise ValueError(
+                "cu_seqlens was given to a mixer that cannot separate packed sequences: put each "
+                "sequence into a row of its own, with keep"
+            )
         if config.causal_block is not None:
             check_blocks(config.causal_block, grid)
         if state is not None:
@@ -309,6 +321,11 @@ class LinearAttention(Mixer, ABC):
         angles = self.angles(parts[0], grid, start)
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
+            if state.window is not None and len(state.window) != len(x):
+                raise ValueError(
+                    f"state.window has {len(state.window)} rows, but x has {len(x)}: expected one "
+                    "for each sequence"
+                )
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
         decays = self.decays_of(x, extra, grid, lower_bound)
         options = ScanOptions(angles, keep, cu_seqlens, before.attention)
@@ -401,7 +418,7 @@ class LinearAttention(Mixer, ABC):
         """Apply the norm, the gate and the output projection."""
         norm_heads = self.config.norm_heads
         o = o if norm_heads else o.flatten(-2)
-        o = self.norm(o.to(self._norm_dtype(x, o)))
+        o = self._normalized(x, o)
         o = o.flatten(-2) if norm_heads else o
         if gate is not None:
             o = self._gated(o, gate)
@@ -412,12 +429,11 @@ class LinearAttention(Mixer, ABC):
         gate = gate if self.gate_proj is None else self.gate_proj(gate)
         return gated(to_autocast_dtype(o), gate, self.config.gate)  # norms return float32
 
-    def _norm_dtype(self, x: Hidden, o: Tensor) -> torch.dtype:
-        """Return the dtype of the norm's input: that of its weights, or else one for `out_proj`."""
-        scale = getattr(self.norm, "weight", None)
-        if scale is not None:
-            return scale.dtype
-        return o.dtype if is_autocast_enabled(x) else x.dtype
+    def _normalized(self, x: Hidden, o: Tensor) -> Tensor:
+        """Apply the norm; return the dtype of its weights, or else one for `out_proj`."""
+        if getattr(self.norm, "weight", None) is not None:
+            return normalized(self.norm, o)
+        return self.norm(o).to(o.dtype if is_autocast_enabled(x) else x.dtype)
 
 
 def _check_parts(state: LinearAttentionState, **expected: bool) -> None:

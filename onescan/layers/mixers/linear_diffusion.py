@@ -21,6 +21,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Direction,
     Mixer,
+    check_tokens,
     masked,
 )
 from onescan.ops.decay_attention import DecayState, decay_attention, read, write
@@ -175,9 +176,15 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         return replace(self, sigmas=self.sigmas[first:] + self.sigmas[:first])
 
     def for_grid(self, grid: Grid) -> "LinearDiffusionMixerConfig":
-        if not self.is_dense or self.tokens is not None:
+        if not self.is_dense:
             return self
-        return replace(self, tokens=grid.tokens - grid.prefix)
+        tokens = grid.tokens - grid.prefix
+        if self.tokens not in (None, tokens):
+            raise ValueError(
+                f"mixer.tokens is {self.tokens}, but the model's default grid {grid.shape} has "
+                f"{tokens}; expected None, which is the same"
+            )
+        return replace(self, tokens=tokens)
 
     def build(self, *, width: int, axes: int) -> "LinearDiffusionMixer":
         self.check_direction()
@@ -185,14 +192,14 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         check_choice("kernel", self.kernel, get_args(KernelName))
         if self.kernels is not None:
             check_positive(kernels=self.kernels)
-        if self.kernel == "dense":
+        if self.is_dense:
             self._check_dense(width)
-        elif self.tokens is not None:
+        elif self.kernel != "dense" and self.tokens is not None:
             raise ValueError(
                 f"tokens is {self.tokens} with kernel={self.kernel!r}, expected None: only dense "
                 "kernels have a fixed number of tokens"
             )
-        elif self.kernels is not None and width % self.kernels:
+        elif self.kernel != "dense" and self.kernels is not None and width % self.kernels:
             raise ValueError(f"width {width} is not a multiple of kernels {self.kernels}")
         if not self.sigmas:
             raise ValueError("sigmas is (), expected at least one initial standard deviation")
@@ -312,6 +319,7 @@ class LinearDiffusionMixer(Mixer):
             embedding: The tokens before the first block. None uses x.
         """
         config = self.config
+        check_tokens(x, grid, keep)
         if state is not None:
             self.check_state(state, LinearDiffusionState, causal=config.is_causal)
         if keep is not None:  # masked tokens may contain NaN
@@ -361,8 +369,6 @@ class LinearDiffusionMixer(Mixer):
         if not self.config.separable:
             (diffusion,) = self.diffusions
             return diffusion(x, keep=keep, cu_seqlens=cu_seqlens, state=state)
-        if grid.tokens != x.shape[1]:
-            raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
         if len(grid.shape) != len(self.diffusions):
             raise ValueError(
                 f"{grid} has {len(grid.shape)} axes, but the mixer was built for "

@@ -204,8 +204,6 @@ class LionMixer(LinearAttention):
         """Return the log-decay and the factor of the keys (or the keys) of each scan."""
         outputs = [_without_prefix(d, grid.prefix) for d in self._decay_outputs(x, lower_bound)]
         if self.config.scan == "natural":
-            if grid.tokens != x.shape[1]:
-                raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")
             if len(grid.shape) != len(outputs):
                 raise ValueError(
                     f"{grid} has {len(grid.shape)} axes, but the mixer was built for {len(outputs)}"

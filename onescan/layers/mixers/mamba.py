@@ -13,7 +13,13 @@ from onescan.checks import check_choice, check_positive
 from onescan.layers.basic import Gate
 from onescan.layers.convolution import ShortConvolution, Window
 from onescan.layers.decays import MambaDecayConfig
-from onescan.layers.mixers.contract import DirectedMixerConfig, Mixer, flipped, masked
+from onescan.layers.mixers.contract import (
+    DirectedMixerConfig,
+    Mixer,
+    check_tokens,
+    flipped,
+    masked,
+)
 from onescan.layers.scans import whole_grid
 from onescan.ops.collectives import Permutation
 from onescan.ops.decay_attention import DecayState, Form, decay_attention
@@ -119,6 +125,7 @@ class MambaMixer(Mixer):
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: MambaState | None = None
     ) -> tuple[Hidden, MambaState | None]:
         config = self.config
+        check_tokens(x, grid, keep)
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, MambaState, causal=config.is_causal)

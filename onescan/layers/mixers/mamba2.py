@@ -19,6 +19,7 @@ from onescan.layers.mixers.linear_attention import (
 )
 from onescan.layers.mixers.projections import Projections, merged_projections
 from onescan.ops.decay_attention import Form, decay_attention
+from onescan.ops.gating import gated
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.shapes import Grid, Hidden, Keys, LowerBound, Queries, Values
 
@@ -115,7 +116,8 @@ class Mamba2Mixer(LinearAttention):
         return o if self.skip is None else o + self.skip.unsqueeze(-1) * v, state
 
     def _output(self, x: Hidden, o: Tensor, gate: Tensor | None) -> Hidden:
-        """Apply the gate before the norm."""
+        """Apply the gate before the norm, without rounding o, which may exceed float16."""
         if gate is not None:
-            o = self._gated(o.flatten(-2), gate).view_as(o)
+            gate = gate if self.gate_proj is None else self.gate_proj(gate)
+            o = gated(o.flatten(-2), gate, self.config.gate).view_as(o)
         return super()._output(x, o, None)

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
+from onescan.layers.basic import normalized
 from onescan.layers.decays import RWKV6DecayConfig
 from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Mixer,
     both_directions,
+    check_tokens,
     flipped,
     masked,
 )
@@ -147,6 +149,7 @@ class RWKV6Mixer(Mixer):
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: RWKV6State | None = None
     ) -> tuple[Hidden, RWKV6State | None]:
         config = self.config
+        check_tokens(x, grid, keep)
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, RWKV6State, causal=config.is_causal)
@@ -168,8 +171,8 @@ class RWKV6Mixer(Mixer):
         # Sums may overflow float16.
         (v,) = to_accumulation_dtype(v)
         o, attention = self._attend(q, k, v, log_decay, None if state is None else state.attention)
-        o = o.flatten(-2).to(self.norm.weight.dtype)
-        o = self.norm(o.flatten(0, 1)).view(o.shape)
+        o = o.flatten(-2)
+        o = normalized(self.norm, o.flatten(0, 1)).view(o.shape)
         y = self.out_proj(gated(o, self.gate_proj(g), "silu"))
         y = masked(y, keep)
         if attention is None:

@@ -13,6 +13,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Direction,
     Mixer,
+    check_tokens,
     masked,
 )
 from onescan.layers.mixers.projections import Projections, merged_projections
@@ -132,6 +133,7 @@ class SoftmaxMixer(Mixer):
         cu_seqlens: Packing | None = None,
         state: SoftmaxState | None = None,
     ) -> tuple[Hidden, SoftmaxState | None]:
+        check_tokens(x, grid, keep)
         packing = self._check(x, cu_seqlens, state)
         q, k, v = rearrange(
             self.in_proj(masked(x, keep)),

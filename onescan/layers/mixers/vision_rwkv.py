@@ -16,7 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_positive
-from onescan.layers.mixers.contract import Mixer, MixerConfig, both_directions, masked
+from onescan.layers.mixers.contract import (
+    Mixer,
+    MixerConfig,
+    both_directions,
+    check_tokens,
+    masked,
+)
 from onescan.layers.mixers.rwkv6 import read_before_write
 from onescan.ops.collectives import carry_tokens, gather
 from onescan.ops.decay_attention import Form
@@ -146,6 +152,7 @@ class SpatialMixer(_ShiftMixer):
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
     ) -> tuple[Hidden, None]:
+        check_tokens(x, grid, keep)
         if state is not None:
             raise ValueError("state was given to a mixer that is not causal")
         r, k, v = self._shifted(x, grid, keep)
@@ -178,6 +185,7 @@ class ChannelMixer(_ShiftMixer):
     def forward(
         self, x: Hidden, grid: Grid, *, keep: Keep | None = None, state: Any = None
     ) -> tuple[Hidden, None]:
+        check_tokens(x, grid, keep)
         if state is not None:
             raise ValueError("state was given to a mixer that is not causal")
         r, k = self._shifted(x, grid, keep)

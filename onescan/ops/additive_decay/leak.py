@@ -11,6 +11,9 @@ shifted by leak n_t, they obey the recurrence without a leak:
 Forms therefore receive k', and the shift is subtracted from the log-normalizer of the last state.
 Because k' grows with the number of tokens, it is float64, whose spacing is 1e-12 near 1e4. Forms
 convert only differences of logits and normalizers to float32.
+
+Rates are limited to `MAX_LEAK`, which is exact: at this rate, each token reads only itself, or the
+last token before it that has a weight, unless logits differ by 1e5.
 """
 
 import math
@@ -24,6 +27,8 @@ from onescan.ops.collectives import gather
 from onescan.ops.layout import Layout
 from onescan.ops.recurrence import check_tensors
 from onescan.shapes import Keys, Leak
+
+MAX_LEAK = 1e5  # exp(2e4 - MAX_LEAK) is 0, and leak n stays accurate for a million tokens
 
 
 def check_leak(leak: Any, k: Any, layout: Layout) -> None:
@@ -56,4 +61,5 @@ def add_leak(k: Keys, leak: Leak, layout: Layout) -> tuple[Keys, Tensor]:
         (totals,) = gather(layout.ranks, total.expand(batch, 1))  # W B 1
         count, total = count + totals[: layout.ranks.rank].sum(dim=0), totals.sum(dim=0)
     rate = (leak if leak.ndim > 1 else leak.unsqueeze(-1)).double()  # H K or H 1
+    rate = rate.clamp(max=MAX_LEAK)
     return k.double() + rate * count[:, :, None, None], rate * total.unsqueeze(-1)

@@ -961,6 +961,39 @@ def test_without_packing_each_row_begins_one_document(tmp_path, streaming):
         assert whole(splits.train, seed=4, start=2) == whole(splits.train, seed=4)[2:]
 
 
+def test_truncated_documents_are_counted(tmp_path):
+    path = write(tmp_path / "a.txt", "abcdefgh", "abcde", "abcdef", "ab")  # and an end each
+    test = write(tmp_path / "b.txt", "abcdefghij", "a")
+    notes = build(path, length=6, packing=False, test_path=test).notes
+    assert notes[-2:] == (
+        "2 of 4 training documents are longer than 6 tokens and are truncated: 4 of 25 tokens are "
+        "left out",
+        "1 of 2 test documents is longer than 6 tokens and is truncated: 5 of 13 tokens are left "
+        "out",
+    )
+    for options in ({"length": 20, "packing": False}, {"length": 6}):
+        assert not any("truncated" in note for note in build(path, test_path=test, **options).notes)
+    stream = {"streaming": True, "train_rows": 4, "packing": False, "test_path": test}
+    assert any("stream that are longer than 6" in n for n in build(path, length=6, **stream).notes)
+
+
+def test_tokens_of_framed_documents_that_are_truncated_are_counted(tmp_path):
+    notes = framed(tmp_path, LINES, length=5, packing=False, test_fraction=0.5).notes
+    assert notes[-1].startswith("1 of 2 test documents is longer than 5 tokens")
+    data = framed(tmp_path, LINES, length=5, packing=False, test_fraction=0.5).test
+    kept = sum(
+        end - begin for example, _ in data.examples(seed=None) for begin, end in example.source
+    )
+    assert f": {len(data.corpus.tokens) - kept} of " in notes[-1]
+
+
+def test_one_row_is_too_few_for_a_batch(tmp_path):
+    path = write(tmp_path / "a.txt", "abc")
+    task = LanguageModellingConfig().build(build(path, length=9, test_path=path))
+    with pytest.raises(ValueError, match="is 2, but there is 1 training row: pass a smaller"):
+        task.steps_per_epoch(2)
+
+
 def test_held_out_documents_are_truncated_one_per_row(tmp_path):
     path = write(tmp_path / "a.txt", *TEXTS)
     splits = build(path, length=6, packing=False, test_fraction=0.4, test_rows=2)

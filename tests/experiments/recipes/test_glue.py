@@ -307,6 +307,7 @@ def test_the_command_learns_tables_and_writes_a_summary(trained, folder):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["seeds"] == [0, 1]
     assert summary["recipe"] == "modified"
+    assert summary["from_scratch"] is False
     assert list(summary["tasks"]) == ["cola", "stsb"]
     correlations = summary["tasks"]["cola"]["matthews_correlation"]["values"]
     assert min(correlations) > 0.5  # chance is 0
@@ -437,6 +438,27 @@ def test_from_scratch_uses_only_the_shape_of_the_checkpoint(folder, tmp_path):
     assert [run.task for run in given] == ["mnli", "rte", "cola"]
     assert runs[-1].config.model == given[-1].config.model
     assert runs[-1].config.data.tokenizer == given[-1].config.data.tokenizer
+
+
+def test_from_scratch_does_not_read_weights(folder, tmp_path):
+    shutil.copytree(folder / "mlm", tmp_path / "mlm")
+    (tmp_path / "mlm/model.safetensors").write_bytes(b"damaged")
+    options = GlueRunsConfig(tasks=("cola",), from_scratch=True, path=str(folder / "tables"))
+    (run,) = plan_glue(options, str(tmp_path / "mlm"), tmp_path / "out")
+    assert run.config.model.width == TINY_MLM.width
+
+
+@pytest.mark.slow
+def test_results_from_scratch_say_so(folder, tmp_path):
+    words = ["glue", str(folder / "mlm"), "--path", str(folder / "tables"), "--out", str(tmp_path)]
+    assert main([*words, *QUICK, "--tasks", "cola", "--epochs", "1", "--from-scratch"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["from_scratch"] is True
+    page = Page((tmp_path / "report.html").read_text())
+    assert "mlm without pre-training on 1 task" in page.text
+    assert "fine-tuned" not in page.text
+    assert "and random weights, trained on 1 task of GLUE" in page.text
+    settings = next(rows for rows in page.cells if "initial weights" in rows[0])
+    assert settings[1][1] == "random"
 
 
 @pytest.mark.sampled(2)

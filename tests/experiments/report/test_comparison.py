@@ -93,6 +93,28 @@ def test_table_has_mean_and_std_over_seeds(runs):
         assert wide[i] == text.format(read_result(runs[1]).metrics[name])
 
 
+@pytest.mark.parametrize("position", [0, 1])
+def test_metrics_of_only_some_runs_are_shown_for_those(runs, tmp_path, position):
+    settings = {"training__ema_decay": 0.5, "training__reported_weights": "raw"}
+    raw = with_records(
+        copied(runs[1], tmp_path / "raw", **settings),
+        lambda line: line | ({"ema_loss": 0.25} if line["split"] == "test" else {}),
+    )
+    result = json.loads((raw / "result.json").read_text())
+    metrics = result["metrics"] | {"ema_loss": 0.25}
+    (raw / "result.json").write_text(to_json({"steps": STEPS, "metrics": metrics}))
+    folders = [runs[1]]
+    folders.insert(position, raw)
+    head, *lines = comparison_table(folders).splitlines()
+    assert cells(head)[1:4] == ["test accuracy", "test loss", "test EMA loss"]
+    end = head.index("test EMA loss") + len("test EMA loss")
+    shown = [line[end - len("test EMA loss") : end].strip() for line in lines]
+    assert shown[position] == "0.250"
+    assert shown[1 - position] == ""
+    html = page_of(folders, tmp_path)
+    assert html.count(f">{'AB'[position]} 0.250<") == 2  # over epochs and over time
+
+
 def test_table_has_costs(runs, tmp_path):
     costs = {"seconds": 0.5, "waiting_seconds": 0.05, "memory_mib": 3072.0}
     slow_start = {1: {"seconds": 60.0}}

@@ -5,6 +5,7 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 from itertools import islice
 
@@ -226,6 +227,14 @@ def test_weights_as_trained_are_reported_beside_the_ema(tmp_path, monkeypatch):
     assert load(tmp_path / "both/best.safetensors").metrics.keys() == plain.keys()
     interrupt(run, tmp_path / "resumed", 7)
     assert_same(train(run, tmp_path / "resumed"), result)
+    (tmp_path / "both/ema.safetensors").unlink()
+    recreated = train(run, tmp_path / "both")
+    assert_same(recreated, result)
+    assert not recreated.reused
+    assert load(tmp_path / "both/ema.safetensors").metrics == average
+    (tmp_path / "both/ema.safetensors").unlink()
+    shutil.rmtree(tmp_path / "both/state")
+    assert train(run, tmp_path / "both").reused  # instead of training from scratch
 
 
 def test_weights_as_trained_are_not_reported_beside_no_ema():

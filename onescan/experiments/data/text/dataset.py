@@ -17,6 +17,7 @@ from onescan.experiments.data.text.packing import (
 )
 from onescan.experiments.data.text.source import Query, TextSource, find_source
 from onescan.inputs.tokenizer import BYTES, Frame, TextFormat, Tokenizer, load_tokenizer
+from onescan.messages import plural
 
 log = logging.getLogger("onescan")
 
@@ -176,7 +177,7 @@ class _Builder:
         train = self._corpus(self.source, config.train_split)
         found = self._find_test()
         if found is not None:
-            return self._rows(train), self._test_rows(*found)
+            return self._rows(train, "training"), self._test_rows(*found)
         cut = _split_point(train, config.test_fraction, config.path)
         held_out = len(train.tokens) - cut
         self.notes.append(
@@ -186,7 +187,8 @@ class _Builder:
         train, test = train.part(0, cut), train.part(cut, len(train.tokens))
         if self.frame is not None and config.packing:
             train = train.ended(self.frame.end)  # shuffled rows wrap around
-        return self._rows(train), self._rows(test, self._max_test_tokens, self._max_test_documents)
+        most = self._max_test_tokens, self._max_test_documents
+        return self._rows(train, "training"), self._rows(test, "test", *most)
 
     def stream(self) -> tuple[DataSet, DataSet]:
         """Open a stream, and tokenize the test text."""
@@ -207,6 +209,11 @@ class _Builder:
             frame=self.frame,
             packing=config.packing,
         )
+        if not config.packing and config.long_documents == "continue":
+            self.notes.append(
+                f"documents of the stream that are longer than {config.length:,} tokens are "
+                "truncated; they are not counted"
+            )
         return train, self._test_rows(*found)
 
     @property
@@ -244,7 +251,7 @@ class _Builder:
 
     def _test_rows(self, source: TextSource, split: str) -> TextRows:
         most = self._max_test_tokens, self._max_test_documents
-        return self._rows(self._corpus(source, split, *most), *most)
+        return self._rows(self._corpus(source, split, *most), "test", *most)
 
     def _corpus(
         self,
@@ -276,15 +283,28 @@ class _Builder:
         return corpus
 
     def _rows(
-        self, corpus: Corpus, max_tokens: int | None = None, max_documents: int | None = None
+        self,
+        corpus: Corpus,
+        name: str,
+        max_tokens: int | None = None,
+        max_documents: int | None = None,
     ) -> TextRows:
+        """Return the rows of a corpus; `name` is that of its split in notes."""
         if max_documents is not None and max_documents < len(corpus.ends):
             max_tokens = int(corpus.ends[max_documents - 1])
         if max_tokens is not None:
             corpus = corpus.part(0, min(max_tokens, len(corpus.tokens)))
         padding, length = padding_id(self.tokenizer), self.config.length
-        rows = PackedText if self.config.packing else TruncatedText
-        return rows(corpus=corpus, length=length, padding=padding, frame=self.frame)
+        kind = PackedText if self.config.packing else TruncatedText
+        rows = kind(corpus=corpus, length=length, padding=padding, frame=self.frame)
+        if isinstance(rows, TruncatedText) and (count := rows.truncated[0]):
+            are = "is" if count == 1 else "are"
+            self.notes.append(
+                f"{count:,} of {plural(len(rows), f'{name} document')} {are} longer than "
+                f"{length:,} tokens and {are} truncated: {rows.truncated[1]:,} of "
+                f"{plural(len(corpus.tokens), 'token')} are left out"
+            )
+        return rows
 
 
 def _split_point(corpus: Corpus, fraction: float, path: str) -> int:

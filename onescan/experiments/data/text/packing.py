@@ -168,6 +168,13 @@ class TruncatedText(TextRows):
     def __len__(self) -> int:
         return int(np.count_nonzero(self.corpus.lengths))
 
+    @property
+    def truncated(self) -> tuple[int, int]:
+        """Number of documents that are longer than a row, and of their tokens in no row."""
+        longer = self.corpus.lengths[self.corpus.lengths > self.length]
+        kept = self.length if self.frame is None else self.length - 1  # and the frame's end
+        return len(longer), int(longer.sum()) - kept * len(longer)
+
     def _cutter(self, seed: int | None, epoch: int) -> Callable[[int], Spans]:
         lengths, ends = self.corpus.lengths, self.corpus.ends
         documents = np.flatnonzero(lengths)
