@@ -321,10 +321,11 @@ class LinearAttention(Mixer, ABC):
         angles = self.angles(parts[0], grid, start)
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
-            if state.window is not None and len(state.window) != len(x):
+            rows, window = x.shape[0], state.window  # len() would fix them in exported programs
+            if window is not None and window.shape[0] != rows:
                 raise ValueError(
-                    f"state.window has {len(state.window)} rows, but x has {len(x)}: expected one "
-                    "for each sequence"
+                    f"state.window has {window.shape[0]} rows, but x has {rows}: expected one for "
+                    "each sequence"
                 )
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
         decays = self.decays_of(x, extra, grid, lower_bound)
