@@ -553,3 +553,13 @@ def test_classes_without_test_examples_are_noted(tmp_path):
     x, y = np.zeros((4, 8), np.float32), np.array([0, 1, 0, 1])
     path = save(tmp_path / "a", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
     assert "classes without test examples: 1" in build(path, axes=1).notes
+
+
+def test_large_integers_that_float64_cannot_tell_apart_are_refused(tmp_path):
+    steps = RNG.integers(0, 2, (COUNT, 40))
+    path = save(tmp_path / "close", x=2**60 + 2**10 * steps, y=Y)
+    with pytest.raises(ValueError, match=r"x holds integers near 1.153e\+18 that are too close"):
+        build(path, axes=1, test_fraction=0.25)
+    path = save(tmp_path / "apart", x=2**60 + 2**30 * steps, y=Y)
+    apart = build(path, axes=1, test_fraction=0.25)
+    assert apart.format.std[0] == pytest.approx(2**29, rel=0.1)

@@ -7,8 +7,10 @@ import re
 import shutil
 import zipfile
 from dataclasses import replace
+from inspect import unwrap
 from itertools import islice
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -25,7 +27,7 @@ from tiny_tokenizers import WORDS, word_tokenizer
 from onescan.checkpoint.files import to_json
 from onescan.cli import main
 from onescan.experiments.data import derive_seed, epoch_order
-from onescan.experiments.data.text import PackedText, TextDatasetConfig
+from onescan.experiments.data.text import PackedText, TextDatasetConfig, dataset
 from onescan.experiments.data.text.corpus import Corpus, encode_documents
 from onescan.experiments.data.text.files import read_file
 from onescan.experiments.evaluation.needle import read_haystack
@@ -1080,3 +1082,14 @@ def test_nul_characters_of_json_are_refused_as_in_files(tmp_path, name):
     path = write(tmp_path / name, '{"text": "a\\u0000b"}')
     with pytest.raises(ValueError, match="the column 'text' holds a NUL character"):
         build(path)
+
+
+def test_a_document_too_short_to_be_split_is_refused():
+    def split_point(count, fraction):
+        corpus = SimpleNamespace(ends=[count], tokens=range(count))
+        return unwrap(dataset._split_point)(corpus, fraction, "a.txt")
+
+    assert split_point(4, 0.25) == 3
+    for count, fraction in ((1, 0.9), (4, 0.99), (4, 0.01)):
+        with pytest.raises(ValueError, match=f"has {count} tokens: too few to hold out"):
+            split_point(count, fraction)

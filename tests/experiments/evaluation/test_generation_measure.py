@@ -4,6 +4,8 @@ import json
 import re
 import signal
 from dataclasses import replace
+from inspect import unwrap
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -460,3 +462,13 @@ def test_the_command_writes_scores_and_a_page(tmp_path, classifier, denoiser, ca
 def test_the_command_rejects_options_that_exclude_each_other(capsys, argv):
     assert main(["evaluate", "x", *argv]) == 2
     assert capsys.readouterr().err.startswith("onescan: ")
+
+
+def test_classes_are_the_same_if_they_have_the_same_names():
+    same = unwrap(generation._has_same_classes)
+    cats, dogs, nameless = (
+        SimpleNamespace(class_names=names) for names in (("a", "b"), ("b",), ())
+    )
+    assert same(cats, cats)
+    assert not same(cats, dogs)
+    assert not same(nameless, nameless)
