@@ -64,9 +64,12 @@ class Target:
         if self.kind == "class":
             return scores.float().softmax(dim=1)
         if self.kind == "multilabel":
-            return scores.float().sigmoid()
+            return scores.double().sigmoid()  # float32 would round probabilities near 1 to 1
         wide = scores.double()
         return wide * wide.new_tensor(self.std) + wide.new_tensor(self.mean)
+
+
+CLASSES = Target()
 
 
 def value_target(values: Float[Tensor, "B outputs"]) -> Target:

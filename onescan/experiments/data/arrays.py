@@ -43,7 +43,7 @@ from onescan.inputs.images import (
     check_constants,
     native_type,
 )
-from onescan.inputs.targets import Target, TargetKind, value_target
+from onescan.inputs.targets import CLASSES, Target, TargetKind, value_target
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
@@ -516,7 +516,7 @@ class ArraySplits(Splits):
     test: ArrayDataset
     class_names: tuple[str, ...]
     format: ArrayFormat
-    target: Target = Target()
+    target: Target = CLASSES
 
 
 def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:

@@ -24,7 +24,7 @@ from onescan.experiments.data.glue import GlueSet
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.tasks.base import fitting_batch_size
-from onescan.experiments.tasks.image_classification import UNITS
+from onescan.experiments.tasks.grid import UNITS
 from onescan.experiments.training import RunConfig
 from onescan.inputs import ArrayFormat
 from onescan.inputs.arrays import IMAGE_AXES
