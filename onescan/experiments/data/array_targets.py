@@ -16,6 +16,7 @@ from onescan.messages import plural
 Array = Shaped[np.ndarray, "N *_"]  # any type
 Rows = Float[Tensor, "rows outputs"]  # float64 values, or labels of 0 and 1
 
+COLUMNS = ("path", "labels")
 CHANGE = "if wrong, pass --data.target"
 
 
@@ -133,6 +134,11 @@ def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str,
             f"{outputs}"
         )
     check_distinct(**{"data.class_names": names})
+    if taken := [name for name in names if name in COLUMNS]:
+        raise ValueError(
+            f"data.class_names contains {taken[0]!r}, which is a column of every file of "
+            "predictions, expected another name"
+        )
     return names
 
 
