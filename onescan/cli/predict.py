@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from onescan.inference.loading import Checkpoint as TrainedModel
-    from onescan.inputs.targets import TargetKind
+    from onescan.inputs.targets import Target, TargetKind
 
 ARRAY_FILES = (".npz", ".npy")
 HALF = 0.5  # probability above which a label is predicted
@@ -83,11 +84,7 @@ def predict(argv: Argv) -> None:
     checkpoint = load(options.checkpoint)
     names, kind = checkpoint.class_names, checkpoint.target.kind
     of_texts = isinstance(checkpoint.format, PairFormat)
-    read = (
-        partial(_text_probabilities, column=options.text_column)
-        if of_texts
-        else _image_outputs
-    )
+    read = partial(_text_probabilities, column=options.text_column) if of_texts else _image_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
     for given, row in read(checkpoint, options.inputs, unreadable):
@@ -100,7 +97,7 @@ def predict(argv: Argv) -> None:
         chosen = row.topk(min(options.top_k, count)).indices.tolist() if is_class else range(count)
         prediction = Prediction(given, [(names[i], row[i].item()) for i in chosen])
         predictions.append(prediction)
-        echo(f"{printable(given)}: {printable(_described(prediction, kind))}")
+        echo(f"{printable(given)}: {printable(_described(prediction, checkpoint.target))}")
     for message in unreadable[:MAX_SKIPPED]:
         print(printable(f"skipped: {message}"), file=sys.stderr)
     if len(unreadable) > MAX_SKIPPED:
@@ -118,20 +115,35 @@ def predict(argv: Argv) -> None:
         echo(f"{out}: {len(predictions)} predictions")
 
 
-def _described(prediction: Prediction, kind: "TargetKind") -> str:
-    """Return the line that shows a prediction.
+def _described(prediction: Prediction, target: "Target") -> str:
+    """Return the line that shows a prediction; values with digits to a thousandth of their std.
 
-    >>> _described(Prediction("a.npz[0]", [("speed", 12.3456), ("angle", 0.5)]), "value")
-    'speed 12.3456, angle 0.5'
-    >>> _described(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), "multilabel")
+    >>> from onescan.inputs.targets import Target
+    >>> target = Target(kind="value", mean=(0.0, 1e9), std=(1.0, 10.0))
+    >>> _described(Prediction("a.npz[0]", [("speed", 12.34567), ("time", 1e9 + 1)]), target)
+    'speed 12.346, time 1000000001'
+    >>> target = Target(kind="multilabel")
+    >>> _described(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), target)
     'cat (cat 90.0%, dog 25.0%)'
     """
+    kind = target.kind
     if kind == "value":
-        return ", ".join(f"{name} {value:.6g}" for name, value in prediction.outputs)
+        pairs = zip(prediction.outputs, target.std, strict=True)
+        return ", ".join(f"{name} {_rounded(value, std)}" for (name, value), std in pairs)
     shown = ", ".join(f"{name} {part:.1%}" for name, part in prediction.outputs)
     if kind == "multilabel":
         return f"{', '.join(prediction.labels) or 'no label'} ({shown})"
     return shown
+
+
+def _rounded(value: float, std: float) -> str:
+    """Format a value with digits to a thousandth of its standard deviation.
+
+    >>> _rounded(1234.5678, 10.0), _rounded(0.0, 1.0)
+    ('1234.57', '0')
+    """
+    digits = math.ceil(math.log10(max(abs(value) / std, 1))) + 3
+    return f"{value:.{min(digits, 17)}g}"
 
 
 def _image_outputs(

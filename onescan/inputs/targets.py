@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,11 +33,12 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.kind == "value":
-            check_constants(len(self.mean), **{"mean": self.mean, "std": self.std})
+            check_constants(len(self.mean), mean=self.mean, std=self.std)
 
     def standardize(self, values: Float[Tensor, "B outputs"]) -> Outputs:
         """Standardize values in float64, and round them to float32.
 
+        >>> import torch
         >>> target = Target(kind="value", mean=(1e9,), std=(2.0,))
         >>> target.standardize(torch.tensor([[1e9 + 1]], dtype=torch.float64)).tolist()
         [[0.5]]
@@ -56,7 +56,9 @@ class Target:
             For classes, the probability of each one; their sum is 1. For labels, the probability of
             each one. For values, the values in their original units, in float64.
 
-        >>> Target(kind="value", mean=(1e9,), std=(2.0,)).predictions(torch.tensor([[0.5]])).tolist()
+        >>> import torch
+        >>> target = Target(kind="value", mean=(1e9,), std=(2.0,))
+        >>> target.predictions(torch.tensor([[0.5]])).tolist()
         [[1000000001.0]]
         >>> Target(kind="multilabel").predictions(torch.tensor([[0.0, 0.0]])).tolist()
         [[0.5, 0.5]]
@@ -80,7 +82,8 @@ def value_target(values: Float[Tensor, "B outputs"]) -> Target:
     Raises:
         ValueError: If the values are too large for float64.
     """
-    mean, std = zip(*(_mean_and_std(x.tolist()) for x in values.double().unbind(dim=1)), strict=True)
+    columns = [_mean_and_std(column) for column in values.double().T.tolist()]
+    mean, std = zip(*columns, strict=True)
     return Target(kind="value", mean=mean, std=std)
 
 
@@ -89,8 +92,8 @@ def _mean_and_std(column: list[float]) -> tuple[float, float]:
         mean = math.fsum(column) / len(column)
     except OverflowError as error:
         raise ValueError(
-            f"y holds values up to {max(map(abs, column)):.3g}, whose sum float64 cannot represent: "
-            "divide y by a constant"
+            f"y holds values up to {max(map(abs, column)):.3g}, whose sum is too large for "
+            "float64: divide y by a constant"
         ) from error
     furthest = max(abs(x - mean) for x in column)
     if furthest <= EPSILON * abs(mean):

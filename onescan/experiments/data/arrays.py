@@ -79,9 +79,9 @@ class ArrayDatasetConfig(DataConfig):
     x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first. y
     of shape [N] holds class indices from 0, or strings, which name the classes; floats of shape [N]
     or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each example may have any
-    number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is large compared with
-    their standard deviation, as with Unix times, and otherwise in float32. Files that are not
-    compressed are mapped into memory instead of being read.
+    number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
+    large compared with their standard deviation, as with Unix times, and otherwise in float32.
+    Files that are not compressed are mapped into memory instead of being read.
     """
 
     path: str
@@ -130,9 +130,9 @@ class ArrayDatasetConfig(DataConfig):
         labels: list[Any]
         if kind == "class":
             self._check_classes(labels_by_name)
-            names, labels = self._classes(labels_by_name)
+            outputs, labels = self._classes(labels_by_name)
         else:
-            names, labels = read_rows(where, labels_by_name, kind, self.class_names)
+            outputs, labels = read_rows(where, labels_by_name, kind, self.class_names)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
@@ -140,9 +140,9 @@ class ArrayDatasetConfig(DataConfig):
         ]
         notes = self._notes(arrays, suffixes, kind)
         if pairs[0][1].dtype.kind == "U":
-            notes += similar_names_note(names)
+            notes += similar_names_note(outputs)
         if kind != "class" and self.target is None:
-            notes.append(kind_note(kind, len(names), labels_by_name))
+            notes.append(kind_note(kind, len(outputs), labels_by_name))
         if has_splits:
             train, test = sets
             if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
@@ -157,7 +157,7 @@ class ArrayDatasetConfig(DataConfig):
                     f"expected {train.shape} as in x_train"
                 )
         else:
-            how = {"fraction": self.test_fraction, "seed": self.split_seed}
+            how: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
             parts = (
                 stratified_split(sets[0].labels, **how)
                 if kind == "class"
@@ -177,11 +177,11 @@ class ArrayDatasetConfig(DataConfig):
         for part, data in (("training", train), ("test", test)):
             labels_of_part = data.labels[data.places]
             if kind == "class":
-                notes += missing_classes_note(labels_of_part, names, part=part)
+                notes += missing_classes_note(labels_of_part, outputs, part=part)
             else:
                 note = constant_values_notes if is_value else missing_labels_notes
-                notes += note(labels_of_part, names, part)
-        found: dict[str, Any] = {"class_names": names, "target": target}
+                notes += note(labels_of_part, outputs, part)
+        found: dict[str, Any] = {"class_names": outputs, "target": target}
         if isinstance(format, ImageFormat):
             return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **found)
         if is_wide:

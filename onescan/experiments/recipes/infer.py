@@ -35,8 +35,8 @@ from onescan.inputs import ArrayFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
-from onescan.inputs.tokenizer import BYTES
 from onescan.inputs.targets import CLASSES, TargetKind
+from onescan.inputs.tokenizer import BYTES
 from onescan.messages import named_type, plural
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig

@@ -112,9 +112,7 @@ def _scatter(name: str, true: Column, predicted: Column) -> Markup:
 
     def draw(axes: Axes) -> None:
         axes.plot(ends, ends, color=MUTED, linestyle=DASHED, linewidth=0.8)
-        axes.plot(
-            true[chosen], predicted[chosen], ".", color=BLUE, alpha=0.5, markeredgewidth=0.0
-        )
+        axes.plot(true[chosen], predicted[chosen], ".", color=BLUE, alpha=0.5, markeredgewidth=0.0)
         axes.set(xlabel=f"true {label(name)}", ylabel=f"predicted {label(name)}")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.yaxis.set_major_locator(MaxNLocator(5))

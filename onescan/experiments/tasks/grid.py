@@ -1,5 +1,6 @@
 """The part that tasks share whose model maps a whole grid of values to one row of numbers."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 
@@ -140,5 +141,5 @@ class RowTask(GridTask):
 
 def mean(numbers: Iterable[float]) -> float:
     """Return the mean of the numbers that are not NaN; 0 if there are none."""
-    known = [number for number in numbers if number == number]  # noqa: PLR0124
+    known = [number for number in numbers if not math.isnan(number)]
     return sum(known) / len(known) if known else 0.0

@@ -77,7 +77,7 @@ class ImageGenerationConfig(TaskConfig):
             )
         if isinstance(data, ImageSplits) and data.target.kind != "class":
             raise ValueError(
-                f"data.target is {data.target.kind}, expected class: denoisers learn images by class"
+                f"data.target is {data.target.kind}, expected class, which a denoiser generates"
             )
         self.noise.check()
         self.sampler.check(self.noise)

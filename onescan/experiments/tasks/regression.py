@@ -1,6 +1,7 @@
 """Regression: predict one or several real numbers of each example."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,7 +19,11 @@ from onescan.shapes import Logits
 MAX_LISTED = 10  # values with metrics of their own; reports show all
 
 RegressionLoss = Literal["l2", "l1", "huber"]
-LOSSES = {"l2": mse_loss, "l1": l1_loss, "huber": huber_loss}
+LOSSES: dict[RegressionLoss, Callable[..., Tensor]] = {
+    "l2": mse_loss,
+    "l1": l1_loss,
+    "huber": huber_loss,
+}
 Table = Float[Tensor, "N values"]
 
 
@@ -60,10 +65,7 @@ class Regression(RowTask):
     def losses(
         self, scores: Logits, labels: Float[Tensor, "B classes"]
     ) -> Float[Tensor, "B classes"]:
-        losses: Logits = LOSSES[self.config.loss](
-            scores, self.target.standardize(labels), reduction="none"
-        )
-        return losses
+        return LOSSES[self.config.loss](scores, self.target.standardize(labels), reduction="none")
 
     def evaluate(self, rows: Rows) -> Evaluation:
         scores = value_scores(rows["labels"], rows["predictions"])
@@ -112,7 +114,5 @@ def _value_score(
     return ValueScore(
         mae=errors.abs().mean().item(),
         rmse=(torch.linalg.vector_norm(errors) / math.sqrt(len(errors))).item(),
-        r2=math.nan
-        if is_constant
-        else 1 - (torch.linalg.vector_norm(errors) / spread).item() ** 2,
+        r2=math.nan if is_constant else 1 - (torch.linalg.vector_norm(errors) / spread).item() ** 2,
     )

@@ -130,10 +130,10 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
         config = read_config(weights.parent)
         known = {key: config[key] for key in ("format", "class_names", "target") if key in config}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
+        if (kind := record.target.kind) != "class":
+            raise ValueError(f"it predicts targets of kind {kind}, expected classes")
         if not isinstance(record.format, ImageFormat):
             raise ValueError(f"its format is {named_type(record.format)}, expected an ImageFormat")
-        if record.target.kind != "class":
-            raise ValueError(f"it predicts targets of kind {record.target.kind}, expected classes")
         model, _ = load_model(weights, record.model)
         if isinstance(model, Denoiser):
             raise ValueError(f"its model is {named_type(model)}, expected an image classifier")
