@@ -99,5 +99,5 @@ def _mean_and_std(column: list[float]) -> tuple[float, float]:
     if furthest <= EPSILON * abs(mean):
         return mean, 1.0
     # Divide before squaring, because squares of very large or small values are out of range.
-    variance = math.fsum(((x - mean) / furthest) ** 2 for x in column) / len(column)
-    return mean, furthest * math.sqrt(variance)
+    scaled = [(x - mean) / furthest for x in column]
+    return mean, furthest * math.sqrt(math.fsum(x * x for x in scaled) / len(column))

@@ -31,7 +31,7 @@ from onescan.experiments.tasks import (
 from onescan.experiments.tasks.base import fitting_batch_size
 from onescan.experiments.tasks.grid import NOUNS, UNITS
 from onescan.experiments.training import RunConfig
-from onescan.inputs import ArrayFormat
+from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
@@ -249,6 +249,8 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
         run = _replace(run, ["task", "augment"], None)
     run, (first, *others) = _sized(run, splits, shape, format.channels, given)
     lines = [f"{first}, {layout}", *others]
+    if splits.target.kind == "value" and isinstance(format, ImageFormat) and augment is None:
+        lines.append("augmentation: none, because moving an image could change its values")
     if splits.target.kind != "class":
         return run, lines
     train: Any = splits.train

@@ -456,7 +456,8 @@ def _meaning(name: str) -> str:
     """The caption of a metric's figure; empty for metrics that other figures show."""
     if name.endswith("_pairs_accuracy"):  # in the section on recall
         return ""
-    if name.endswith(tuple(f"_{error}" for error in VALUE_ERRORS)):  # in the table of values
+    own = tuple(f"_{error}" for error in VALUE_ERRORS)
+    if name.removeprefix("ema_").endswith(own):  # in the table of values
         return ""
     return next((text for end, text in MEANINGS.items() if name.endswith(end)), "")
 
@@ -601,8 +602,6 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
         mixers.key_importance,
         *LAYERS,
     ),
-    MultilabelClassificationConfig: (training, speed, targets.labels, *LAYERS),
-    RegressionConfig: (training, speed, targets.values, *LAYERS),
     ImageGenerationConfig: (
         images.generated,
         training,
@@ -616,4 +615,6 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     RecallTaskConfig: (training, speed, texts.recall, decays.learned_decays),
     GlueConfig: (training, speed, texts.glue_errors, decays.learned_decays),
     SequenceClassificationConfig: (training, speed, decays.learned_decays),
+    MultilabelClassificationConfig: (training, speed, targets.labels, *LAYERS),
+    RegressionConfig: (training, speed, targets.values, *LAYERS),
 }

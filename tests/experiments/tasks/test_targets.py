@@ -421,7 +421,9 @@ def test_images_keep_their_augmentation_for_labels_only(tmp_path):
     assert torch.equal(changed[1], batch[1])
     assert not torch.equal(changed[0], batch[0].float() / 255)
     save(tmp_path / "a.npz", x=images, y=VALUES)
-    assert adapted("image_classifier", path)[0].task.augment is None
+    run, lines = adapted("image_classifier", path)
+    assert run.task.augment is None
+    assert lines[-1] == "augmentation: none, because moving an image could change its values"
 
 
 @pytest.mark.slow
