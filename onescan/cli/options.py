@@ -297,7 +297,7 @@ def metric_value(name: str, value: float) -> str:
     >>> metric_value("accuracy", 0.98611), metric_value("bits_per_byte", 3.26991)
     ('98.6%', '3.270')
     """
-    return f"{value:.1%}" if "accuracy" in name else f"{value:#.4g}"
+    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:#.4g}"
 
 
 @contextlib.contextmanager

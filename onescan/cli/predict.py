@@ -1,7 +1,8 @@
-"""The command that classifies images and texts: predict."""
+"""The command that applies a model to images, arrays and texts: predict."""
 
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,22 +21,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from onescan.inference.loading import Checkpoint as TrainedModel
+    from onescan.inputs.targets import Target, TargetKind
 
 ARRAY_FILES = (".npz", ".npy")
+HALF = 0.5  # probability above which a label is predicted
+SEPARATOR = ";"  # between labels in a cell
 MAX_SKIPPED = 10  # messages on inputs that cannot be read
 PREDICTION_FILES = (".csv", ".json")
 SettingT = TypeVar("SettingT")
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of one input, with their probabilities, best first."""
+    """What a model predicts for one input.
 
-    input: str  # path, path and row of an array, or text
-    top: list[tuple[str, float]]
+    Attributes:
+        input: Path, path and row of an array, or text.
+        outputs: Names and numbers: the most probable classes with their probabilities, best first;
+            or all labels with their probabilities; or all values.
+    """
+
+    input: str
+    outputs: list[tuple[str, float]]
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels that more probably apply than not."""
+        return [name for name, probability in self.outputs if probability > HALF]
 
 
 def predict(argv: Argv) -> None:
-    """Classify image files and folders, arrays, or texts and tables of texts."""
+    """Classify images, arrays or texts, or predict labels or values of images and arrays."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -48,7 +63,7 @@ def predict(argv: Argv) -> None:
         data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
         .parquet), whose unreadable rows are skipped."""
         top_k: int = 3
-        """Number of classes to print per input."""
+        """Number of classes to print per input. Labels and values are all printed."""
         text_column: str | None = None
         """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -67,13 +82,9 @@ def predict(argv: Argv) -> None:
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
-    names = checkpoint.class_names
+    names, kind = checkpoint.class_names, checkpoint.target.kind
     of_texts = isinstance(checkpoint.format, PairFormat)
-    read = (
-        partial(_text_probabilities, column=options.text_column)
-        if of_texts
-        else _image_probabilities
-    )
+    read = partial(_text_probabilities, column=options.text_column) if of_texts else _image_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
     for given, row in read(checkpoint, options.inputs, unreadable):
@@ -82,33 +93,63 @@ def predict(argv: Argv) -> None:
                 f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
                 "one for each class of the model"
             )
-        top = row.topk(min(options.top_k, len(row)))
-        guesses = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        predictions.append(Prediction(given, [(names[index], part) for index, part in guesses]))
-        shown = ", ".join(f"{printable(name)} {part:.1%}" for name, part in predictions[-1].top)
-        echo(f"{printable(given)}: {shown}")
+        count, is_class = len(row), kind == "class"
+        chosen = row.topk(min(options.top_k, count)).indices.tolist() if is_class else range(count)
+        prediction = Prediction(given, [(names[i], row[i].item()) for i in chosen])
+        predictions.append(prediction)
+        echo(f"{printable(given)}: {printable(_described(prediction, checkpoint.target))}")
     for message in unreadable[:MAX_SKIPPED]:
         print(printable(f"skipped: {message}"), file=sys.stderr)
     if len(unreadable) > MAX_SKIPPED:
         print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
     if not predictions:
         reason = f": {unreadable[0]}" if unreadable else ""
-        kind, places = "text" if of_texts else "image", ", ".join(options.inputs)
-        raise ValueError(f"there is no readable {kind} in {places}{reason}")
+        what, places = "text" if of_texts else "image", ", ".join(options.inputs)
+        raise ValueError(f"there is no readable {what} in {places}{reason}")
     if options.out is not None:
         from onescan.checkpoint.files import write_atomically
 
         out, column = Path(options.out), "text" if of_texts else "path"
-        write_atomically(
-            out, lambda partial: _write_predictions(partial, out.suffix, column, predictions)
-        )
+        rows = [_cells(prediction, column, kind) for prediction in predictions]
+        write_atomically(out, lambda partial: _write_rows(partial, out.suffix, rows))
         echo(f"{out}: {len(predictions)} predictions")
 
 
-def _image_probabilities(
+def _described(prediction: Prediction, target: "Target") -> str:
+    """Return the line that shows a prediction; values with digits to a thousandth of their std.
+
+    >>> from onescan.inputs.targets import Target
+    >>> target = Target(kind="value", mean=(0.0, 1e9), std=(1.0, 10.0))
+    >>> _described(Prediction("a.npz[0]", [("speed", 12.34567), ("time", 1e9 + 1)]), target)
+    'speed 12.346, time 1000000001'
+    >>> target = Target(kind="multilabel")
+    >>> _described(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), target)
+    'cat (cat 90.0%, dog 25.0%)'
+    """
+    kind = target.kind
+    if kind == "value":
+        pairs = zip(prediction.outputs, target.std, strict=True)
+        return ", ".join(f"{name} {_rounded(value, std)}" for (name, value), std in pairs)
+    shown = ", ".join(f"{name} {part:.1%}" for name, part in prediction.outputs)
+    if kind == "multilabel":
+        return f"{', '.join(prediction.labels) or 'no label'} ({shown})"
+    return shown
+
+
+def _rounded(value: float, std: float) -> str:
+    """Format a value with digits to a thousandth of its standard deviation.
+
+    >>> _rounded(1234.5678, 10.0), _rounded(0.0, 1.0)
+    ('1234.57', '0')
+    """
+    digits = math.ceil(math.log10(max(abs(value) / std, 1))) + 3
+    return f"{value:.{min(digits, 17)}g}"
+
+
+def _image_outputs(
     checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path of each image or the row of an array, and the probabilities of its classes.
+    """Yield the path of each image or the row of an array, and its probabilities or values.
 
     Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
     """
@@ -117,7 +158,7 @@ def _image_probabilities(
     from onescan.inference.classification import classify
     from onescan.inputs import GridFormat, ImageFormat
 
-    format = checkpoint.format
+    format, target = checkpoint.format, checkpoint.target
     arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
     if arrays and isinstance(format, GridFormat):
         layout = _data_setting(checkpoint, "channels_first", default=False)
@@ -125,20 +166,21 @@ def _image_probabilities(
         for path in arrays:
             data = read_inputs(path, format, channels_first=layout)
             try:
-                for row, scores in enumerate(classify_arrays(checkpoint.model, data, format)):
-                    yield f"{path}[{row}]", scores
+                outputs = classify_arrays(checkpoint.model, data, format, target)
+                for row, numbers in enumerate(outputs):
+                    yield f"{path}[{row}]", numbers
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     is_image_model = isinstance(format, ImageFormat)
     for file, is_in_folder in _images_at([Path(path) for path in paths], walk=is_image_model):
         try:
-            (scores,) = classify(checkpoint.model, [file], format)
+            (numbers,) = classify(checkpoint.model, [file], format, target)
         except (OSError, ValueError) as error:
             if not is_in_folder or str(file) not in str(error):
                 raise
             unreadable.append(str(error))
             continue
-        yield str(file), scores
+        yield str(file), numbers
 
 
 def _data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -> SettingT:
@@ -216,24 +258,33 @@ def _exists(argument: str) -> bool:
     return False
 
 
-def _write_predictions(
-    file: Path, suffix: str, column: str, predictions: Sequence[Prediction]
-) -> None:
-    """Write a row per input: itself, its class, confidence, and the other most probable classes.
+def _cells(prediction: Prediction, column: str, kind: "TargetKind") -> dict[str, object]:
+    """Return the cells of a prediction, by column.
 
     Args:
-        file: File to write.
-        suffix: Its format, .csv or .json.
+        prediction: The prediction.
         column: Name of the column of the inputs.
-        predictions: One or more predictions, with the same number of classes.
+        kind: What is predicted. Classes have a column for the class, its confidence, and the other
+            most probable classes; labels have one for those that are predicted, and one for the
+            probability of each label; values have one for each value.
+
+    >>> _cells(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), "path", "multilabel")
+    {'path': 'a.npz[0]', 'labels': 'cat', 'cat': 0.9, 'dog': 0.25}
     """
-    rows = []
-    for given, top in predictions:
-        row: dict[str, object] = {column: given}
-        for place, (name, part) in enumerate(top, start=1):
-            number = "" if place == 1 else f"_{place}"
-            row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
-        rows.append(row)
+    row: dict[str, object] = {column: prediction.input}
+    if kind == "value":
+        return row | dict(prediction.outputs)
+    if kind == "multilabel":
+        row["labels"] = SEPARATOR.join(prediction.labels)
+        return row | {name: round(part, 6) for name, part in prediction.outputs}
+    for place, (name, part) in enumerate(prediction.outputs, start=1):
+        number = "" if place == 1 else f"_{place}"
+        row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
+    return row
+
+
+def _write_rows(file: Path, suffix: str, rows: Sequence[dict[str, object]]) -> None:
+    """Write one or more rows with equal columns as .csv or .json, the suffix."""
     with file.open("w", encoding="utf-8", newline="") as stream:
         if suffix == ".json":
             json.dump(rows, stream, indent=1, ensure_ascii=False)

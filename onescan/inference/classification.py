@@ -1,4 +1,4 @@
-"""Classify images and texts with a trained model."""
+"""Apply a trained model to images, and classify texts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from onescan.inputs import ArrayFormat, Format, ImageFormat, PairFormat, TextFormat, read_image
 from onescan.inputs.pairs import PairEncoder
 from onescan.inputs.sequences import pad_tokens
+from onescan.inputs.targets import CLASSES, Target
 from onescan.models.denoiser import Denoiser
 
 
 @torch.no_grad()
 def classify(
-    model: nn.Module, paths: Sequence[str | Path], format: Format
-) -> Float[Tensor, "images classes"]:
-    """Read image files and return the probability of each class.
+    model: nn.Module, paths: Sequence[str | Path], format: Format, target: Target = CLASSES
+) -> Float[Tensor, "images outputs"]:
+    """Read image files and return the probability of each class or label, or the values.
 
     Args:
-        model: Classifier in evaluation mode, as `load` returns it.
+        model: Model in evaluation mode, as `load` returns it.
         paths: Image files of any size.
         format: Format that the model was trained on, as `load` returns it.
+        target: What the model predicts, as `load` returns it.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -36,7 +38,7 @@ def classify(
     _check_classifier(model)
     device = next(model.parameters()).device
     images = (read_image(path, format)[None].to(device) for path in paths)
-    return torch.cat([model(image).softmax(dim=1).cpu() for image in images])
+    return torch.cat([target.predictions(model(image)).cpu() for image in images])
 
 
 def _inputs(format: Format) -> str:

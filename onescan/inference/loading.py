@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from onescan.checkpoint.weights import REMEDY, load_model, missing
 from onescan.checks import HUB_NAME
 from onescan.configs import ModelConfig
 from onescan.inputs import Format
+from onescan.inputs.targets import CLASSES, Target
 from onescan.messages import named_type
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class Checkpoint:
     """How to convert raw input to the model's input: ``format.model_input(images)`` for images and
     arrays; ``format.model_input(texts)`` returns the tokens and their padding mask."""
     class_names: tuple[str, ...]
+    """Names of the classes, or of the labels or values that the model predicts."""
+    target: Target = CLASSES
+    """What the outputs of the model mean: ``target.predictions(model(inputs))`` are the
+    probabilities of classes or labels, or the values in their original units."""
     metrics: dict[str, float]
     """Metrics of these weights on held-out data; empty if they were not evaluated."""
 
@@ -68,6 +73,7 @@ def load(path: str | Path) -> Checkpoint:
         model=model,
         format=header.format.saved_in(folder),
         class_names=header.class_names,
+        target=header.target,
         metrics=_metrics(notes, weights),
     )
 
@@ -84,6 +90,7 @@ class _Header:
     run: _Run
     format: Format
     class_names: tuple[str, ...]
+    target: Target = CLASSES
 
 
 def _read(path: str | Path) -> tuple[Path, Path, dict[str, Any], _Header]:
@@ -113,7 +120,7 @@ def _parse(data: dict[str, Any], path: Path) -> _Header:
         ValueError: If one of them is missing or damaged, or names a class that is not imported.
     """
     parts: dict[str, Any] = {
-        name: data[name] for name in ("run", "format", "class_names") if name in data
+        field.name: data[field.name] for field in fields(_Header) if field.name in data
     }
     if isinstance(run := data.get("run"), dict):
         parts["run"] = {"model": run["model"]} if "model" in run else {}

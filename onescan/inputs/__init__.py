@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from onescan.inputs.sequences import PixelFormat as PixelFormat
     from onescan.inputs.sequences import RecallFormat as RecallFormat
     from onescan.inputs.sequences import SequenceFormat as SequenceFormat
+    from onescan.inputs.targets import Target as Target
     from onescan.inputs.tokenizer import ByteTokenizer as ByteTokenizer
     from onescan.inputs.tokenizer import TextFormat as TextFormat
     from onescan.inputs.tokenizer import Tokenizer as Tokenizer
@@ -41,6 +42,7 @@ _MODULES = {
     "PixelFormat": "sequences",
     "RecallFormat": "sequences",
     "SequenceFormat": "sequences",
+    "Target": "targets",
     "TextFormat": "tokenizer",
     "Tokenizer": "tokenizer",
     "load_tokenizer": "tokenizer",

@@ -15,6 +15,13 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onescan.experiments.data.array_targets import (
+    constant_values_notes,
+    kind_note,
+    missing_labels_notes,
+    read_kind,
+    read_rows,
+)
 from onescan.experiments.data.base import (
     DataConfig,
     Example,
@@ -23,6 +30,7 @@ from onescan.experiments.data.base import (
     held_out_note,
     listed,
     missing_classes_note,
+    random_split,
     similar_names_note,
     stratified_split,
 )
@@ -35,9 +43,11 @@ from onescan.inputs.images import (
     check_constants,
     native_type,
 )
+from onescan.inputs.targets import CLASSES, Target, TargetKind, value_target
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
+Targets = Shaped[Tensor, "N *outputs"]  # class indices, or labels or values as float64
 
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 MAX_CHANNELS = 4  # longer axes are not channels
@@ -66,11 +76,12 @@ class ArrayDatasetConfig(DataConfig):
     """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
 
     The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
-    x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first; y
-    has shape [N] and holds class indices from 0, or strings, which name the classes. Bytes are
-    scaled to 0 to 1. Other types are standardized in float64 if their mean is large compared with
-    their standard deviation, as with Unix times, and otherwise in float32. Files that are not
-    compressed are mapped into memory instead of being read.
+    x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first. y
+    of shape [N] holds class indices from 0, or strings, which name the classes; floats of shape [N]
+    or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each example may have any
+    number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
+    large compared with their standard deviation, as with Unix times, and otherwise in float32.
+    Files that are not compressed are mapped into memory instead of being read.
     """
 
     path: str
@@ -79,12 +90,16 @@ class ArrayDatasetConfig(DataConfig):
     """Number of axes of an example: 1 for signals, 2 for images, 3 for volumes and video."""
     channels_first: bool = False
     """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
+    target: TargetKind | None = None
+    """Whether y holds a class, several labels (multilabel) or real values (value); None infers it
+    from the type and shape of y."""
     test_fraction: float = 0.1
-    """Fraction of each class held out if there is no x_test."""
+    """Fraction of the examples, or of each class, held out if there is no x_test."""
     split_seed: int = 0
     """Random seed of the train-test split."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes in order; () numbers them or, if y holds strings, sorts these."""
+    """Names of the classes, labels or values in order; () numbers them or, if y holds strings,
+    sorts these."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel, subtracted; None computes it from the training examples."""
     std: tuple[float, ...] | None = None
@@ -99,8 +114,8 @@ class ArrayDatasetConfig(DataConfig):
 
         Raises:
             ValueError: If a field is out of range; if the data does not exist, is damaged, or lacks
-                an array; if an array has another shape or type than expected; or if a label belongs
-                to no class.
+                an array; if an array has another shape or type than expected; if a label belongs to
+                no class; or if a value is not finite.
         """
         if not 1 <= self.axes <= MAX_AXES:
             raise ValueError(f"data.axes is {self.axes}, expected 1 to {MAX_AXES}")
@@ -110,15 +125,24 @@ class ArrayDatasetConfig(DataConfig):
         suffixes = [f"_{name}" if name else "" for name in names]
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
-        classes, labels = self._classes(labels_by_name)
+        where = f"data.path is {self.path!r}, where"
+        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target)
+        labels: list[Any]
+        if kind == "class":
+            self._check_classes(labels_by_name)
+            outputs, labels = self._classes(labels_by_name)
+        else:
+            outputs, labels = read_rows(where, labels_by_name, kind, self.class_names)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
             for suffix, (x, _), each in zip(suffixes, pairs, labels, strict=True)
         ]
-        notes = self._notes(arrays, suffixes)
+        notes = self._notes(arrays, suffixes, kind)
         if pairs[0][1].dtype.kind == "U":
-            notes += similar_names_note(classes)
+            notes += similar_names_note(outputs)
+        if kind != "class" and self.target is None:
+            notes.append(kind_note(kind, len(outputs), labels_by_name))
         if has_splits:
             train, test = sets
             if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
@@ -133,8 +157,11 @@ class ArrayDatasetConfig(DataConfig):
                     f"expected {train.shape} as in x_train"
                 )
         else:
-            parts = stratified_split(
-                sets[0].labels, fraction=self.test_fraction, seed=self.split_seed
+            how: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
+            parts = (
+                stratified_split(sets[0].labels, **how)
+                if kind == "class"
+                else random_split(len(sets[0]), **how)
             )
             train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
@@ -145,19 +172,39 @@ class ArrayDatasetConfig(DataConfig):
             test.check_finite()  # the statistics have read the training examples
         except NotFiniteError as error:
             raise ValueError(f"data.path is {self.path!r}, where {error}") from error
-        notes += missing_classes_note(train.labels[train.places], classes)
-        notes += missing_classes_note(test.labels[test.places], classes, part="test")
+        is_value = kind == "value"
+        target = value_target(train.labels[train.places]) if is_value else Target(kind=kind)
+        for part, data in (("training", train), ("test", test)):
+            labels_of_part = data.labels[data.places]
+            if kind == "class":
+                notes += missing_classes_note(labels_of_part, outputs, part=part)
+            else:
+                note = constant_values_notes if is_value else missing_labels_notes
+                notes += note(labels_of_part, outputs, part)
+        found: dict[str, Any] = {"class_names": outputs, "target": target}
         if isinstance(format, ImageFormat):
-            return ImageSplits(
-                train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
-            )
+            return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **found)
         if is_wide:
             notes.append("x is standardized in float64, because float32 would round its values")
-        return ArraySplits(
-            train=train, test=test, class_names=classes, format=format, notes=tuple(notes)
-        )
+        return ArraySplits(train=train, test=test, format=format, notes=tuple(notes), **found)
 
-    def _notes(self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str]) -> list[str]:
+    def infer_target(self) -> TargetKind:
+        """Infer from y whether the targets are classes, labels or values, unless `target` is set.
+
+        Raises:
+            ValueError: If the data does not exist, is damaged or lacks an array, or y holds none of
+                them.
+        """
+        arrays = _open(self.path)
+        name = "y_train" if "y_train" in arrays else "y"
+        if self.target is not None or name not in arrays:  # `build` reports a missing one
+            return self.target or "class"
+        where = f"data.path is {self.path!r}, where"
+        return read_kind(where, name, self._array(arrays, name), None)
+
+    def _notes(
+        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
+    ) -> list[str]:
         """Describe arrays and files that are not used, and labels that are converted."""
         used = {f"{name}{suffix}" for name in "xy" for suffix in suffixes}
         place = Path(self.path).expanduser()
@@ -168,7 +215,8 @@ class ArrayDatasetConfig(DataConfig):
             for what, names in (("arrays", set(arrays) - used), ("files", others))
             if names
         ]
-        if any(self._array(arrays, f"y{suffix}").dtype == bool for suffix in suffixes):
+        are_bools = any(self._array(arrays, f"y{suffix}").dtype == bool for suffix in suffixes)
+        if kind == "class" and are_bools:
             notes.append("labels are booleans: False is class 0, and True is class 1")
         return notes
 
@@ -223,7 +271,7 @@ class ArrayDatasetConfig(DataConfig):
         return config, hint
 
     def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Array]:
-        """Open x and y of a split and check their shapes and types."""
+        """Open x and y of a split, and check x and the length of y."""
         for name in (f"x{suffix}", f"y{suffix}"):
             if name not in arrays:
                 found = ", ".join(sorted(arrays)) or "none"
@@ -241,16 +289,24 @@ class ArrayDatasetConfig(DataConfig):
             )
         if x.dtype.kind not in "fiub":
             raise ValueError(f"{where} x{suffix} holds {x.dtype}, expected real numbers")
-        if y.dtype.kind not in "iubU":
-            raise ValueError(f"{where} y{suffix} holds {y.dtype}, expected integers or strings")
-        if y.shape != (len(x),):
-            raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected ({len(x)},)")
-        if y.dtype.kind != "U" and (y.min() < 0 or y.max() >= MAX_CLASSES):
-            row = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
-            raise ValueError(
-                f"{where} y{suffix}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
-            )
+        if y.shape[:1] != (len(x),):
+            expected = (len(x), *y.shape[1:])
+            raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected {expected}")
         return x, y
+
+    def _check_classes(self, labels: Mapping[str, Array]) -> None:
+        """Check the shapes and types of labels that are classes."""
+        where = f"data.path is {self.path!r}, where"
+        for name, y in labels.items():
+            if y.dtype.kind not in "iubU":
+                raise ValueError(f"{where} {name} holds {y.dtype}, expected integers or strings")
+            if y.ndim != 1:
+                raise ValueError(f"{where} {name} has shape {y.shape}, expected ({len(y)},)")
+            if y.dtype.kind != "U" and (y.min() < 0 or y.max() >= MAX_CLASSES):
+                row = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
+                raise ValueError(
+                    f"{where} {name}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
+                )
 
     def _array(self, arrays: Mapping[str, "_Open"], name: str) -> Array:
         try:
@@ -334,7 +390,7 @@ class ArrayDataset(ImageSet):
 
     Attributes:
         x: All examples, with or without channels.
-        labels: Class index of each example.
+        labels: Class index of each example; or its labels or values, as float64 [N, outputs].
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
@@ -344,7 +400,7 @@ class ArrayDataset(ImageSet):
     """
 
     x: Array
-    labels: Labels
+    labels: Targets
     places: Int[Tensor, " places"]
     axes: int
     channels_first: bool = False
@@ -460,6 +516,7 @@ class ArraySplits(Splits):
     test: ArrayDataset
     class_names: tuple[str, ...]
     format: ArrayFormat
+    target: Target = CLASSES
 
 
 def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:

@@ -286,3 +286,27 @@ def stratified_split(
         range(count), test_size=fraction, random_state=seed, stratify=labels.numpy()
     )
     return torch.tensor(train), torch.tensor(test)
+
+
+def random_split(
+    count: int, *, fraction: float, seed: int
+) -> tuple[Int[Tensor, " train"], Int[Tensor, " test"]]:
+    """Split the indices of examples into a training and a test part at random.
+
+    Raises:
+        ValueError: If `fraction` is not between 0 and 1, or there are fewer than two examples.
+        HeldOutError: If either part would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.test_fraction is {fraction}, expected between 0 and 1")
+    if count < 2:  # noqa: PLR2004
+        raise ValueError("there is one example, expected at least 2, to hold one out")
+    held_out = math.ceil(fraction * count)
+    if held_out == count:
+        raise HeldOutError(
+            f"data.test_fraction is {fraction}, which holds out all {count} examples, expected at "
+            f"most {(count - 1) / count:.4g}",
+            fraction=(count - 1.5) / count,
+        )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return order[held_out:].sort().values, order[:held_out].sort().values

@@ -26,6 +26,7 @@ from onescan.experiments.data.base import (
 )
 from onescan.inputs.image_files import AnyPixels, Box, centre_box
 from onescan.inputs.images import ImageFormat, to_bytes
+from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import Labels
 
 CROP_ATTEMPTS = 10
@@ -180,6 +181,7 @@ class ImageSplits(Splits):
     test: ImageSet
     class_names: tuple[str, ...]
     format: ImageFormat
+    target: Target = CLASSES
 
 
 @dataclass(frozen=True, kw_only=True)

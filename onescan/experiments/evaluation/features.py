@@ -108,6 +108,8 @@ class ClassifierFeatures(FeatureExtractor):
         if not isinstance(checkpoint.model, ImageClassifier):
             kind = type(checkpoint.model).__name__
             raise ValueError(f"features is '{path}', a {kind}, expected an ImageClassifier")
+        if (target := checkpoint.target.kind) != "class":
+            raise ValueError(f"features is '{path}', with targets of kind {target}, expected class")
         assert isinstance(checkpoint.format, ImageFormat)
         self.model, self.format, self.device = (
             checkpoint.model.to(device),

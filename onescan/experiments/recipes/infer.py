@@ -1,5 +1,6 @@
 """Infer the settings of a run from its data: sizes of data, model and batches, and epochs."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -22,16 +23,21 @@ from onescan.experiments.data import (
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
 from onescan.experiments.data.sources import find_source, walk
-from onescan.experiments.tasks import ImageClassificationConfig
+from onescan.experiments.tasks import (
+    ImageClassificationConfig,
+    MultilabelClassificationConfig,
+    RegressionConfig,
+)
 from onescan.experiments.tasks.base import fitting_batch_size
-from onescan.experiments.tasks.image_classification import UNITS
+from onescan.experiments.tasks.grid import NOUNS, UNITS
 from onescan.experiments.training import RunConfig
-from onescan.inputs import ArrayFormat
+from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
+from onescan.inputs.targets import CLASSES, TargetKind
 from onescan.inputs.tokenizer import BYTES
-from onescan.messages import named_type
+from onescan.messages import named_type, plural
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
@@ -54,6 +60,11 @@ INFERRED = frozenset(  # fields that `infer` sets for data of some kind, in any 
     )
 )
 EVALUATIONS = 10  # of denoisers and language models
+TASKS: dict[TargetKind, Any] = {
+    "class": ImageClassificationConfig,
+    "multilabel": MultilabelClassificationConfig,
+    "value": RegressionConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +103,39 @@ LANGUAGE_MODEL = Scale(  # the second row and the rows seen are those of shakesp
 
 def adapt(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
     """Adapt the run to the user's data, the option data.path; `infer` reports a missing path."""
-    path = given.get("data.path")
-    return for_path(run, path) if path else run
+    path, target = given.get("data.path"), given.get("data.target")
+    known: Any = target if target in TASKS else None  # the parser of the options reports others
+    return for_path(run, path, known) if path else run
 
 
-def for_path(run: RunConfig, path: str) -> RunConfig:
-    """Return the run with the config that reads the data at `path`."""
+def for_path(run: RunConfig, path: str, target: TargetKind | None = None) -> RunConfig:
+    """Return the run with the config that reads the data at `path`, and the task for its targets.
+
+    Args:
+        run: Config of a recipe.
+        path: Path of the data.
+        target: Kind of the targets of arrays; None infers it.
+    """
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
         data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
-        return dataclasses.replace(run, data=data)
-    return _replace(run, ["data", "path"], path)
+        run = dataclasses.replace(run, data=data)
+    run = _replace(run, ["data", "path"], path)
+    if not isinstance(run.data, ArrayDatasetConfig):
+        return run
+    with contextlib.suppress(ValueError):  # `infer` reports it
+        return _for_target(run, target or run.data.infer_target())
+    return run
+
+
+def _for_target(run: RunConfig, kind: TargetKind) -> RunConfig:
+    """Return the run with a task that learns targets of a kind, unless it has one, or a denoiser's.
+
+    Images are not augmented if the targets are values, such as an angle, which could change.
+    """
+    if not isinstance(run.task, tuple(TASKS.values())) or isinstance(run.task, TASKS[kind]):
+        return run
+    augment = None if kind == "value" else getattr(run.task, "augment", None)
+    return dataclasses.replace(run, task=TASKS[kind](augment=augment))
 
 
 def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[str]]:
@@ -203,6 +237,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     data, layout = data.infer_layout(fields)
     run = dataclasses.replace(run, data=data)
     splits = data.build()
+    run = _for_target(run, splits.target.kind)
     format = splits.format
     shape = format.shape if isinstance(format, ArrayFormat) else (format.height, format.width)
     constants = {"data.mean": format.mean, "data.std": format.std}
@@ -214,6 +249,10 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
         run = _replace(run, ["task", "augment"], None)
     run, (first, *others) = _sized(run, splits, shape, format.channels, given)
     lines = [f"{first}, {layout}", *others]
+    if splits.target.kind == "value" and isinstance(format, ImageFormat) and augment is None:
+        lines.append("augmentation: none, because moving an image could change its values")
+    if splits.target.kind != "class":
+        return run, lines
     train: Any = splits.train
     counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
     if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
@@ -296,8 +335,10 @@ def _sized(
     of_channels = f"{channels} channel{'s' * (channels > 1)}"
     model: Any = run.model
     patch = " x ".join(map(str, model.patch_size))
+    kind = getattr(splits, "target", CLASSES).kind
+    counts = _counts(train, test, noun, names, kind)
     return run, [
-        f"data: {_counts(train, test, noun, names)}, {sizes} {unit}, {of_channels}",
+        f"data: {counts}, {sizes} {unit}, {of_channels}",
         f"{_described(model)}, patches of {patch}",
         _training(run),
     ]
@@ -327,9 +368,13 @@ def _described(model: Any) -> str:
     return f"model: {mixer}, {model.depth} blocks of width {model.width}"
 
 
-def _counts(train: int, test: int, noun: str, names: Sequence[str]) -> str:
+def _counts(
+    train: int, test: int, noun: str, names: Sequence[str], kind: TargetKind = "class"
+) -> str:
     shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
     counts = f"{train:,} training and {test:,} test {noun}"
+    if kind != "class":
+        return f"{counts} with {plural(len(names), NOUNS[kind])} each ({shown})"
     return f"{counts} in {len(names)} classes ({shown})" if len(names) > 1 else counts
 
 

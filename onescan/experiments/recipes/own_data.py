@@ -22,6 +22,7 @@ from onescan.experiments.tasks import (
     ImageClassificationConfig,
     ImageGenerationConfig,
     LanguageModellingConfig,
+    RegressionConfig,
     SequenceClassificationConfig,
     TaskConfig,
 )
@@ -43,6 +44,9 @@ def image_classifier() -> RunConfig:
     signal_classifier. Classes, channels, sizes, patches, mean, standard deviation, batch size,
     epochs and model size that are not given as options are inferred and printed. Without a test
     split, a part of each class is held out.
+
+    If y of arrays has shape [N, labels] and holds 0 and 1, the model predicts whether each label
+    applies; if y holds floats, it predicts values, as for regressor.
     """
     return RunConfig(
         name="image_classifier",
@@ -67,14 +71,34 @@ def signal_classifier() -> RunConfig:
     or [N, samples, channels], and class indices y of shape [N]. The shorter axis is taken to be the
     channels; if that is wrong, pass --data.channels-first or --data.no-channels-first. For video
     and volumes, the channels are the last axis if its size is 4 or less, else axis 1 if its size
-    is; --data.axes sets the number of axes without channels. Settings are inferred and printed as
-    for image_classifier.
+    is; --data.axes sets the number of axes without channels. Settings, and whether y holds classes,
+    labels or values, are inferred and printed as for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
         name="signal_classifier",
         data=ArrayDatasetConfig(path="", test_fraction=0.15, axes=1),
         task=ImageClassificationConfig(label_smoothing=0.1, augment=None),
+    )
+
+
+def regressor() -> RunConfig:
+    """LightNet that predicts numbers from your own signals, images, video or volumes.
+
+    onescan train regressor --data.path signals.npz
+    onescan predict runs/regressor/seed-0 new.npz --out predictions.csv
+
+    The .npz file, or a folder of .npy files, holds x as for signal_classifier, and numbers y of
+    shape [N] or [N, values]; --data.class-names names them. If each example has two axes of more
+    than 4 values, they are those of an image; for signals with channels, pass --data.axes 1. Values
+    are standardized in training, and predicted in their own units. Settings are inferred and
+    printed as for image_classifier.
+    """
+    return dataclasses.replace(
+        image_classifier(),
+        name="regressor",
+        data=ArrayDatasetConfig(path="", test_fraction=0.15, target="value"),
+        task=RegressionConfig(),
     )
 
 
@@ -182,12 +206,13 @@ RECIPES = {
     name: dataclasses.replace(
         recipe,
         infer=infer,
-        inferred=INFERRED if name.endswith("classifier") else INFERRED | EVERY,
+        inferred=INFERRED if name.endswith(("classifier", "regressor")) else INFERRED | EVERY,
         adapt=adapt,
     )
     for name, recipe in table(
         image_classifier,
         signal_classifier,
+        regressor,
         text_classifier,
         image_denoiser,
         language_model,

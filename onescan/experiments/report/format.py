@@ -9,6 +9,7 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 LONGEST_LABEL = 24
 MINUTE, HOUR = 60, 3600
 GIB = 1024  # MiB
+SPELLED = {"top5": "top-5", "mae": "MAE", "rmse": "RMSE", "r2": "R\N{SUPERSCRIPT TWO}", "f1": "F1"}
 ACCURACY = "accuracy"  # suffix of metrics that are shares; higher is better
 
 
@@ -58,8 +59,11 @@ def metric_name(name: str) -> str:
     'top-5 accuracy'
     >>> metric_name("ema_accuracy")
     'EMA accuracy'
+    >>> metric_name("speed_rmse")
+    'speed RMSE'
     """
-    label = name.replace("_", " ").replace("top5", "top-5")
+    words = [SPELLED.get(word, word) for word in name.split("_")]
+    label = " ".join(words)
     return f"EMA {label[4:]}" if label.startswith("ema ") else label
 
 

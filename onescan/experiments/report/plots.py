@@ -255,7 +255,7 @@ def line_figure(
     lines: Sequence[Line], caption: str, *, y: str, title: str = "", **chart: Any
 ) -> Figure:
     """A figure with a line chart, by default titled like its vertical axis; see `line_chart`."""
-    return Figure(title or y.capitalize(), line_chart(lines, y=y, **chart), caption)
+    return Figure(title or y[:1].upper() + y[1:], line_chart(lines, y=y, **chart), caption)
 
 
 def _parts(line: Line) -> list[Column]:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 from onescan.experiments.recipes import RECIPES, find_recipe
-from onescan.experiments.report import decays, diffusion, images, mixers, texts
+from onescan.experiments.report import decays, diffusion, images, mixers, targets, texts
 from onescan.experiments.report.format import (
     ACCURACY,
     GIB,
@@ -62,10 +62,13 @@ from onescan.experiments.tasks import (
     ImageGenerationConfig,
     LanguageModellingConfig,
     MaskedLanguageModellingConfig,
+    MultilabelClassificationConfig,
     RecallTaskConfig,
+    RegressionConfig,
     SequenceClassificationConfig,
     TaskConfig,
 )
+from onescan.experiments.tasks.grid import NOUNS
 from onescan.experiments.training.config import RunResult
 from onescan.experiments.training.folder import Environment
 from onescan.experiments.training.logging import Split
@@ -138,7 +141,9 @@ def _lead(group: RunGroup) -> str:
     """Describe model and data in a few sentences."""
     task, model, unit = group.task, group.model, group.task.unit
     noun = images.noun(group)
-    classifier = "classifier" if noun == "example" else f"{noun} classifier"
+    kind_of_target = task.target.kind
+    predictor = "regression model" if kind_of_target == "value" else "classifier"
+    classifier = predictor if noun == "example" else f"{noun} {predictor}"
     kinds = {
         ImageClassifier: f"This {classifier}",
         Denoiser: "This denoiser turns noise into images, step by step. It",
@@ -150,6 +155,8 @@ def _lead(group: RunGroup) -> str:
     if isinstance(group.config.task, RecallTaskConfig):
         kind = "This model reads pairs of a key and a value, and then recalls values by key. It"
     classes = f" of {plural(len(group.class_names), 'class')}" * bool(group.class_names)
+    if kind_of_target != "class":
+        classes = f" with {plural(len(group.class_names), NOUNS[kind_of_target])} each"
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
         held_out = len(images.held_out_labels(group))  # unreadable ones are left out
@@ -330,12 +337,23 @@ MEANINGS = {  # by the end of a metric's name
     "feature_distance": "Frechet distance between generated and held-out images in the features "
     "of the classifier; 0 if their mean and covariance agree. It is biased upwards for few images, "
     "is comparable only for the same classifier and number of images, and is not an FID.",
+    "macro_f1": "Mean over labels of F1, the harmonic mean of precision and recall.",
+    "micro_f1": "Harmonic mean of precision and recall of all labels pooled.",
+    "mean_average_precision": "Mean over labels of the area under the curve of precision over "
+    "recall.",
+    "r2": "Share of the variance of held-out values that is explained: 1 is exact, and 0 is as "
+    "good as predicting their mean. With several values, the mean over them.",
+    "rmse": "Root of the mean squared error in the units of the values. With several values, the "
+    "mean over them.",
+    "mae": "Mean absolute error in the units of the values. With several values, the mean over "
+    "them.",
     "f1": "Harmonic mean of precision and recall of class 1.",
     "matthews_correlation": "Correlation of predictions with labels: 0 for guessing, 1 if all are "
     "correct.",
     "pearson": "Linear correlation of predictions with scores.",
     "spearman": "Correlation of the ranks of predictions and scores.",
 }
+VALUE_ERRORS = ("r2", "rmse", "mae")
 RIGHT: dict[type[TaskConfig], str] = {  # what accuracy is a share of
     LanguageModellingConfig: "held-out tokens that the model ranks first",
     MaskedLanguageModellingConfig: "masked tokens that the model ranks first",
@@ -353,6 +371,11 @@ def training(group: RunGroup) -> Section:
         test_loss = "Squared error"
     elif isinstance(task, GlueConfig) and not group.class_names:
         loss = test_loss = "Squared error"
+    elif isinstance(task, MultilabelClassificationConfig):
+        loss = test_loss = "Binary cross-entropy"
+    elif isinstance(task, RegressionConfig):
+        names = {"l2": "Squared error", "l1": "Absolute error", "huber": "Huber loss"}
+        loss = test_loss = f"{names[task.loss]} of standardized values"
     smoothing = getattr(task, "label_smoothing", 0.0)
     smoothed_labels = (
         f" Labels are smoothed by {smoothing:g} in training only, so this loss stays above 0 and "
@@ -432,6 +455,9 @@ def _training_accuracy(group: RunGroup) -> Figure:
 def _meaning(name: str) -> str:
     """The caption of a metric's figure; empty for metrics that other figures show."""
     if name.endswith("_pairs_accuracy"):  # in the section on recall
+        return ""
+    own = tuple(f"_{error}" for error in VALUE_ERRORS)
+    if name.removeprefix("ema_").endswith(own):  # in the table of values
         return ""
     return next((text for end, text in MEANINGS.items() if name.endswith(end)), "")
 
@@ -560,6 +586,12 @@ def _memory(group: RunGroup) -> list[Figure]:
     return [_over_epochs(lines, caption, title="Memory", y=f"memory, {unit}", scale="zero")]
 
 
+LAYERS: tuple[SectionOf, ...] = (
+    mixers.position_kernels,
+    mixers.frequencies,
+    decays.learned_decays,
+    diffusion.section,
+)
 TEXT: tuple[SectionOf, ...] = (training, speed, texts.generated, decays.learned_decays)
 SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     ImageClassificationConfig: (
@@ -568,10 +600,7 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
         images.confusion,
         images.predictions,
         mixers.key_importance,
-        mixers.position_kernels,
-        mixers.frequencies,
-        decays.learned_decays,
-        diffusion.section,
+        *LAYERS,
     ),
     ImageGenerationConfig: (
         images.generated,
@@ -586,4 +615,6 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     RecallTaskConfig: (training, speed, texts.recall, decays.learned_decays),
     GlueConfig: (training, speed, texts.glue_errors, decays.learned_decays),
     SequenceClassificationConfig: (training, speed, decays.learned_decays),
+    MultilabelClassificationConfig: (training, speed, targets.labels, *LAYERS),
+    RegressionConfig: (training, speed, targets.values, *LAYERS),
 }

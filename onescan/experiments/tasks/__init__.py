@@ -38,8 +38,16 @@ if TYPE_CHECKING:
     from onescan.experiments.tasks.language_modelling import (
         MaskedLanguageModellingConfig as MaskedLanguageModellingConfig,
     )
+    from onescan.experiments.tasks.multilabel import (
+        MultilabelClassification as MultilabelClassification,
+    )
+    from onescan.experiments.tasks.multilabel import (
+        MultilabelClassificationConfig as MultilabelClassificationConfig,
+    )
     from onescan.experiments.tasks.recall import Recall as Recall
     from onescan.experiments.tasks.recall import RecallTaskConfig as RecallTaskConfig
+    from onescan.experiments.tasks.regression import Regression as Regression
+    from onescan.experiments.tasks.regression import RegressionConfig as RegressionConfig
     from onescan.experiments.tasks.sequence_classification import (
         SequenceClassification as SequenceClassification,
     )
@@ -64,8 +72,12 @@ _MODULES = {
     "MaskedLanguageModelling": "language_modelling",
     "MaskedLanguageModellingConfig": "language_modelling",
     "Metrics": "base",
+    "MultilabelClassification": "multilabel",
+    "MultilabelClassificationConfig": "multilabel",
     "Recall": "recall",
     "RecallTaskConfig": "recall",
+    "Regression": "regression",
+    "RegressionConfig": "regression",
     "Rows": "base",
     "SequenceClassification": "sequence_classification",
     "SequenceClassificationConfig": "sequence_classification",

@@ -16,6 +16,7 @@ from onescan.configs import ModelConfig
 from onescan.experiments.data import DataSet, DataState, Example, batched
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.inputs import Format
+from onescan.inputs.targets import CLASSES, Target
 from onescan.messages import named_type, plural
 
 Batch = tuple[Tensor, ...]
@@ -66,7 +67,9 @@ class Task(ABC):
     format: Format
     """Converts raw input to the model's input; saved with the model."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes that the model scores, if it scores classes."""
+    """Names of the classes, labels or values that the model scores, if any."""
+    target: Target = CLASSES
+    """What the model's outputs mean; saved with the model."""
     notes: tuple[str, ...] = ()
     """What was left out, converted or inferred when the data was opened; see `Splits`."""
     unit: str = "examples"

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -21,19 +20,17 @@ from onescan.experiments.data import (
     derive_seed,
 )
 from onescan.experiments.data.image_dataset import MIN_CLASSES
-from onescan.experiments.data.share import Share
-from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
+from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, TaskConfig
 from onescan.experiments.tasks.distillation import DistillationConfig
+from onescan.experiments.tasks.grid import GridTask, check_target
 from onescan.inference.classification import _check_classifier
-from onescan.inputs import (
-    GridFormat,
-)
+from onescan.inputs import GridFormat
 from onescan.inputs.images import check_unit_range, unit_pixels
+from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import Logits
 
 TOP = 5
-UNITS = {1: "signals", 2: "images"}  # what examples are called, by their number of axes
-ROWS = 64  # arrays that are classified at once
+ROWS = 64  # arrays that are read at once by `classify_arrays`
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
 
@@ -60,8 +57,10 @@ class ImageClassificationConfig(TaskConfig):
         """Build the task for a data set of images.
 
         Raises:
-            ValueError: If a number is out of range, or distillation is set without a teacher.
+            ValueError: If a number is out of range, distillation is set without a teacher, or the
+                data has labels or values instead of classes.
         """
+        check_target(self, data, "class")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
                 f"task.label_smoothing is {self.label_smoothing}, expected 0 to below 1"
@@ -79,22 +78,17 @@ class ImageClassificationConfig(TaskConfig):
         return ImageClassification(self, data)
 
 
-class ImageClassification(Task):
+class ImageClassification(GridTask):
     """Image classification on one data set."""
 
-    unit = "images"
-
     def __init__(self, config: ImageClassificationConfig, data: ImageSplits | ArraySplits) -> None:
+        super().__init__(
+            data,
+            augment=config.augment,
+            evaluation_batch_size=config.evaluation_batch_size,
+        )
         self.config = config
-        self.train, self.test = data.train, data.test
-        self.format: GridFormat = data.format
-        self.unit = UNITS.get(self.format.axes, "examples")
-        self.class_names = data.class_names
-        self.test_batch_size = config.evaluation_batch_size
         self.repeats = config.augment_repeats
-        self.reads_share = False
-        self.is_wide = isinstance(data.train, ArrayDataset) and data.train.dtype == np.float64
-        self.augmentation = config.augment and config.augment.build()
         self.mixing = config.mix and config.mix.build()
         self.distillation = (
             config.distillation.build(config.teacher, data)
@@ -102,29 +96,16 @@ class ImageClassification(Task):
             else None
         )
 
-    def shard(self, share: Share) -> None:
-        """Shard images after augmentation; without augmentation, read only one shard of arrays."""
-        self.share = share
-        if isinstance(self.train, ArrayDataset) and isinstance(self.test, ArrayDataset):
-            self.reads_share = not (self.augmentation or self.mixing or self.distillation)
-            if self.reads_share:
-                self.train, self.test = self.train.shared(share), self.test.shared(share)
+    @property
+    def reads_whole(self) -> bool:
+        return bool(self.augmentation or self.mixing or self.distillation)
 
     def prepare_training(self, device: torch.device) -> None:
         if self.distillation is not None:
             self.distillation.load(device)
 
-    def to_device(self, batch: Batch, device: torch.device) -> Batch:
-        """Move a batch to the device; float64 is standardized before, and moved as float32."""
-        images, *others = batch
-        if self.is_wide and images.dtype == torch.float64:
-            images = self.format.model_input(images)
-        return super().to_device((images, *others), device)
-
     def augment(self, batch: Batch, seed: int) -> Batch:
-        images, labels = unit_pixels(batch[0]), batch[1]
-        if self.augmentation:
-            images = self.augmentation(images, derive_seed(seed, "augment"))
+        images, labels = super().augment(batch, seed)
         if self.mixing:
             targets = torch.nn.functional.one_hot(labels, len(self.class_names)).float()
             images, labels = self.mixing(images, targets, derive_seed(seed, "mix"))
@@ -175,32 +156,18 @@ class ImageClassification(Task):
         logits, distilled = (self._checked(part, images) for part in output)
         return logits, distilled
 
-    def _model_input(self, images: Tensor) -> Tensor:
-        """Standardize this rank's shard of images, unless `to_device` has standardized them."""
-        own = images if self.reads_share else self.share.cut(images, axis=2)
-        is_standardized = self.is_wide and own.dtype != torch.float64
-        return own if is_standardized else self.format.model_input(own)
-
-    def _checked(self, scores: Tensor, images: Tensor) -> Logits:
-        if scores.shape != (len(images), len(self.class_names)):
-            raise ValueError(
-                f"the model gives scores of shape {tuple(scores.shape)} for {len(images)} images "
-                f"of {len(self.class_names)} classes; expected model.num_classes "
-                f"{len(self.class_names)}"
-            )
-        return scores.float()
-
 
 @torch.no_grad()
 def classify_arrays(
-    model: nn.Module, data: ArrayDataset, format: GridFormat
-) -> Iterator[Float[Tensor, " classes"]]:
-    """Yield the probability of each class for each example, in order.
+    model: nn.Module, data: ArrayDataset, format: GridFormat, target: Target = CLASSES
+) -> Iterator[Float[Tensor, " outputs"]]:
+    """Yield the probability of each class or label, or the values, of each example, in order.
 
     Args:
-        model: Classifier in evaluation mode, as `load` returns it.
+        model: Model in evaluation mode, as `load` returns it.
         data: Examples as `onescan.experiments.data.arrays.read_inputs` returns them.
         format: Format that the model was trained on, as `load` returns it.
+        target: What the model predicts, as `load` returns it.
 
     Raises:
         ValueError: If a value is not finite, or the model is not a classifier; or if it was trained
@@ -214,4 +181,4 @@ def classify_arrays(
         if format.reads_pixels:
             check_unit_range(unit_pixels(stored))
         values = format.model_input(stored).float().to(device)
-        yield from model(values).softmax(dim=1).cpu()
+        yield from target.predictions(model(values)).cpu()

@@ -75,6 +75,10 @@ class ImageGenerationConfig(TaskConfig):
                 f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
                 "of 1 or 3 channels in bytes"
             )
+        if isinstance(data, ImageSplits) and data.target.kind != "class":
+            raise ValueError(
+                f"data.target is {data.target.kind}, expected class, which a denoiser generates"
+            )
         self.noise.check()
         self.sampler.check(self.noise)
         for name in ("evaluation_images", "evaluation_batch_size"):

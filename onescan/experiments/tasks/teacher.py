@@ -16,6 +16,7 @@ from onescan.checkpoint.weights import load_model
 from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig, from_dict
 from onescan.inputs import Format, ImageFormat
+from onescan.inputs.targets import CLASSES, Target
 from onescan.messages import missing_package, named_type
 from onescan.models.denoiser import Denoiser
 from onescan.shapes import Images, Logits
@@ -77,6 +78,7 @@ class _Record:
 
     format: Format
     class_names: tuple[str, ...]
+    target: Target = CLASSES
     model: ModelConfig
 
 
@@ -126,8 +128,10 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
         raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
         config = read_config(weights.parent)
-        known = {key: config[key] for key in ("format", "class_names")}
+        known = {key: config[key] for key in ("format", "class_names", "target") if key in config}
         record = from_dict(_Record, known | {"model": config["run"]["model"]})
+        if (kind := record.target.kind) != "class":
+            raise ValueError(f"it predicts targets of kind {kind}, expected classes")
         if not isinstance(record.format, ImageFormat):
             raise ValueError(f"its format is {named_type(record.format)}, expected an ImageFormat")
         model, _ = load_model(weights, record.model)

@@ -200,6 +200,11 @@ def _load(source: str | Path | nn.Module) -> _Native:
     if run is None or isinstance(run.format, TextFormat):
         model, tokenizer = load_language_model(str(source))
         return _Native(model=model, tokenizer=tokenizer)
+    if (kind := run.target.kind) != "class":
+        raise ValueError(
+            f"'{source}' predicts targets of kind {kind}, expected classes: other libraries would "
+            "not convert its outputs to values or probabilities"
+        )
     if isinstance(run.model, Denoiser):
         return _Native(model=run.model, pipeline=partial(load_pipeline, path))
     names = dict(enumerate(run.class_names))

@@ -54,6 +54,7 @@ from onescan.experiments.training.logging import (
 )
 from onescan.experiments.training.state import STATE, STEP, last_state
 from onescan.inputs import Format, GridFormat
+from onescan.inputs.targets import CLASSES, Target
 from onescan.ops.backend import default_kernels
 
 EVALUATION, RESULT = "evaluation.safetensors", "result.json"
@@ -112,6 +113,7 @@ class Manifest:
     run: RunConfig
     format: Format
     class_names: tuple[str, ...]
+    target: Target = CLASSES
     examples: int
     """Number of training examples."""
     notes: tuple[str, ...] = ()
@@ -214,6 +216,7 @@ def write_manifest(
         run=run,
         format=task.format,
         class_names=task.class_names,
+        target=task.target,
         examples=len(task.train),
         notes=task.notes,
         precision=precision,
@@ -292,7 +295,7 @@ def read_result(folder: Path) -> RunResult | None:
 
 
 def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: bool = False) -> None:
-    """Check that a run's task, built again, has the same classes in the same order and format.
+    """Check that a run's task, built again, has the same classes in order, target and format.
 
     Args:
         manifest: Of the run.
@@ -308,6 +311,8 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
     same = operator.eq if resume else _is_near
     if not same(manifest.format, task.format):
         changes.append(f"format was {manifest.format!r} and is now {task.format!r}")
+    if manifest.target != task.target:
+        changes.append(f"target was {manifest.target!r} and is now {task.target!r}")
     if resume and manifest.examples != len(task.train):
         changes.append(
             f"there were {manifest.examples:,} training examples, now there are {len(task.train):,}"

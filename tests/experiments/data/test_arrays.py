@@ -187,7 +187,11 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({"x": X.astype(str)}, {}, "x holds <U32"),
         ({"x": X.astype(object)}, {}, "x cannot be read"),
         ({"y": Y.astype(object)}, {}, "y cannot be read"),
-        ({"y": Y.astype(float)}, {}, "y holds float64, expected integers or strings"),
+        (
+            {"y": Y.astype(float)},
+            {"target": "class"},
+            "y holds float64, expected integers or strings",
+        ),
         ({"y": Y[:, None]}, {}, r"y has shape \(12, 1\), expected \(12,\)"),
         ({"y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
         ({"y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),

@@ -1,0 +1,166 @@
+"""Labels and values of arrays: their kind, inferred from y, and their checks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from onescan.checks import check_choice, check_distinct
+from onescan.experiments.data.base import listed
+from onescan.inputs.targets import TargetKind
+from onescan.messages import plural
+
+Array = Shaped[np.ndarray, "N *_"]  # any type
+Rows = Float[Tensor, "rows outputs"]  # float64 values, or labels of 0 and 1
+
+COLUMNS = ("path", "labels")
+CHANGE = "if wrong, pass --data.target"
+
+
+def infer_kind(y: Array) -> TargetKind:
+    """Infer what y holds from its type and shape.
+
+    >>> infer_kind(np.array([0, 2])), infer_kind(np.eye(2, dtype=int)), infer_kind(np.eye(2))
+    ('class', 'multilabel', 'value')
+    """
+    if y.dtype.kind == "f":
+        return "value"
+    is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
+    if is_table and y.dtype.kind in "iub" and _odd_row(y) is None:
+        return "multilabel"
+    return "class"
+
+
+def read_kind(where: str, name: str, y: Array, kind: TargetKind | None) -> TargetKind:
+    """Return the kind of target that y holds.
+
+    Args:
+        where: Beginning of error messages.
+        name: Name of the array.
+        y: Labels or values of the training examples.
+        kind: What the user expects, if anything.
+
+    Raises:
+        ValueError: If the kind is unknown, or y is a table of integers that are not 0 and 1.
+    """
+    if kind is not None:
+        check_choice("data.target", kind, get_args(TargetKind))
+        return kind
+    found = infer_kind(y)
+    is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
+    if found == "class" and is_table and (odd := _odd_row(y)) is not None:
+        raise ValueError(
+            f"{where} {name} has shape {y.shape}, and {_at(name, odd)} is {y[odd]}; expected one "
+            "class per example, 0 and 1 for several labels, or floats for values (--data.target "
+            "value reads integers as values)"
+        )
+    return found
+
+
+def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> str:
+    """Describe how y is read, if it holds labels or values."""
+    read = "real value" if kind == "value" else "yes-or-no label"
+    note = f"y is read as {plural(outputs, read)} per example"
+    if kind == "multilabel":
+        return f"{note}; {CHANGE} value"
+    if outputs > 1 and all(_odd_row(y) is None for y in arrays.values()):
+        return f"{note}, although all are 0 or 1; {CHANGE} multilabel"
+    if outputs == 1 and all((y == np.floor(y)).all() for y in arrays.values()):
+        return f"{note}, although all are whole numbers; if they are classes, save y.astype(int)"
+    return f"{note}; {CHANGE} class or multilabel" if outputs > 1 else note
+
+
+def read_rows(
+    where: str,
+    arrays: Mapping[str, Array],
+    kind: TargetKind,
+    names: tuple[str, ...],
+) -> tuple[tuple[str, ...], list[Rows]]:
+    """Check labels or values, and return them with one row per example.
+
+    Args:
+        where: Beginning of error messages.
+        arrays: y of each split, by name, training data first.
+        kind: "multilabel" or "value".
+        names: Names of the labels or values; () numbers them.
+
+    Returns:
+        The names, and the rows of each split.
+
+    Raises:
+        ValueError: If an array has another shape or type than expected; names the first label
+            that is neither 0 nor 1, or value that is not finite.
+    """
+    first = next(iter(arrays))
+    rows = []
+    for name, y in arrays.items():
+        expected = "numbers" if kind == "value" else "booleans, or 0 and 1"
+        if y.dtype.kind not in "fiub":
+            raise ValueError(
+                f"{where} {name} holds {y.dtype}, expected {expected} for data.target {kind}"
+            )
+        count = len(y)
+        shapes = f"({count},) or ({count}, values)" if kind == "value" else f"({count}, labels)"
+        if y.ndim not in ((1, 2) if kind == "value" else (2,)) or 0 in y.shape:
+            raise ValueError(f"{where} {name} has shape {y.shape}, expected {shapes}")
+        if y.shape[1:] != arrays[first].shape[1:]:
+            raise ValueError(
+                f"{where} {name} has shape {y.shape}, but {first} has {arrays[first].shape}"
+            )
+        values = np.asarray(y, dtype=np.float64)
+        if not (finite := np.isfinite(values)).all():
+            place = tuple(np.argwhere(~finite)[0].tolist())
+            raise ValueError(
+                f"{where} {_at(name, place)} is {values[place]}, expected a finite number; remove "
+                "examples whose values or labels are missing"
+            )
+        if kind == "multilabel" and (odd := _odd_row(y)) is not None:
+            raise ValueError(f"{where} {_at(name, odd)} is {y[odd]}, expected 0 or 1")
+        rows.append(torch.from_numpy(values.reshape(count, -1).copy()))
+    outputs = rows[0].shape[1]
+    return _names(kind, outputs, names), rows
+
+
+def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    noun = "value" if kind == "value" else "label"
+    if not names:
+        return (noun,) if outputs == 1 else tuple(f"{noun}_{i}" for i in range(outputs))
+    if len(names) != outputs:
+        raise ValueError(
+            f"data.class_names names {plural(len(names), noun)} ({listed(names)}), but y has "
+            f"{outputs}"
+        )
+    check_distinct(**{"data.class_names": names})
+    if taken := [name for name in names if name in COLUMNS]:
+        raise ValueError(
+            f"data.class_names contains {taken[0]!r}, which is a column of every file of "
+            "predictions, expected another name"
+        )
+    return names
+
+
+def missing_labels_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:
+    """Return a note on the labels that no example of a part has, if there are any."""
+    found = rows.any(dim=0).tolist()
+    missing = [name for name, is_found in zip(names, found, strict=True) if not is_found]
+    return [f"labels without {part} examples: {listed(missing)}"] if missing else []
+
+
+def constant_values_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:
+    """Return a note on the values that are the same in all examples of a part, if there are any."""
+    constant = (rows == rows[:1]).all(dim=0).tolist()
+    same = [name for name, is_same in zip(names, constant, strict=True) if is_same]
+    return [f"values that are the same in all {part} examples: {listed(same)}"] if same else []
+
+
+def _odd_row(y: Array) -> tuple[Any, ...] | None:
+    """Return the index of the first entry that is neither 0 nor 1, if there is one."""
+    odd = np.argwhere((y != 0) & (y != 1))
+    return tuple(odd[0].tolist()) if len(odd) else None
+
+
+def _at(name: str, place: Sequence[int]) -> str:
+    return f"{name}[{', '.join(map(str, place))}]"
