@@ -474,7 +474,7 @@ def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "texts" / "seed-0").symlink_to(run)
     monkeypatch.chdir(tmp_path)
     names = {"torch": torch, "onescan": loading}
-    exec(python_block("own_data.md", "model_input"), names)  # noqa: S102
+    exec(python_block("own_data.md", "the soup was good"), names)  # noqa: S102
     assert capsys.readouterr().out == "['food', 'weather']\n"
     trained, texts = names["trained"], ["the soup was good", "the rain was cold"]
     want = classify_texts(trained.model, texts, trained.format.open(run))
