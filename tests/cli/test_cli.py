@@ -668,7 +668,7 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--training.batch_size", "0"], "--training.batch-size is 0"),
         (["--training.learning-rate", "nan"], "--training.learning-rate is nan"),
         (["--data.test-fraction=2"], "--data.test-fraction is 2.0"),
-        (["--model.patch-size", "3", "3"], "patch"),
+        (["--model.patch-size", "0", "3"], "patch"),
         (["--model.mixer.num-heads", "7"], "--model.mixer.num-heads 7"),
         (["--model.width", "0"], "--model.width is 0, expected"),
         (["--model.image-size", "7", "8"], "--model.image-size is (7, 8), expected multiples"),
