@@ -22,13 +22,14 @@ KERNEL_SIZE = 3
 def upsampling_steps(patch_size: Factors) -> tuple[Factors, ...]:
     """Return the factors of each upsampling step, whose product is the patch size.
 
-    Each step multiplies the sides by prime factors; the last steps change all axes.
+    Each step multiplies the sides by prime factors; the last steps change all axes. Patches of one
+    position have one step, which changes none.
 
     >>> upsampling_steps((16, 4)), upsampling_steps((10,)), upsampling_steps((1, 1))
-    (((2, 1), (2, 1), (2, 2), (2, 2)), ((5,), (2,)), ())
+    (((2, 1), (2, 1), (2, 2), (2, 2)), ((5,), (2,)), ((1, 1),))
     """
     reverse = zip_longest(*map(_prime_factors, patch_size), fillvalue=1)
-    return tuple(reverse)[::-1]
+    return tuple(reverse)[::-1] or ((1,) * len(patch_size),)
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -87,14 +88,13 @@ class PyramidDecoder(nn.Module):
             for channels, factors in zip(widths[1:-1], reached, strict=False)
         )
         self.stem = CONVOLUTIONS[axes](channels, widths[-1], KERNEL_SIZE, padding="same")
-        merged = widths[1:] or widths  # patches of one position need no step
-        self.merge = nn.ModuleList(ConvolutionBlock(axes, 2 * each, each) for each in merged)
+        self.merge = nn.ModuleList(ConvolutionBlock(axes, 2 * each, each) for each in widths[1:])
         self.head = CONVOLUTIONS[axes](widths[-1], out_channels, 1)
 
     @property
     def levels(self) -> int:
         """Number of blocks that are read: the last one, and one for each step but the last."""
-        return 1 + len(self.skips)
+        return len(self.steps)
 
     def forward(
         self, features: Sequence[GridFeatures], images: Grids, keep: GridKeep | None
@@ -110,13 +110,10 @@ class PyramidDecoder(nn.Module):
         stem = self.stem(whole_patches(images, self.patch_size))
         x, mask = masked_grid(x, keep), keep
         skips = [skip(masked_grid(y, keep)) for skip, y in zip(self.skips, earlier, strict=True)]
-        steps = zip(self.upsample, self.steps, strict=True)
-        others = iter([*skips, stem])
-        if not self.steps:
-            x = self.merge[0](torch.cat([x, stem], dim=1), mask)
-        for merge, (upsample, factors) in zip(self.merge, steps, strict=False):
+        levels = zip(self.steps, self.upsample, [*skips, stem], self.merge, strict=True)
+        for factors, upsample, skip, merge in levels:
             mask = None if mask is None else repeated(mask, factors)
-            x = merge(torch.cat([upsample(x), next(others)], dim=1), mask)
+            x = merge(torch.cat([upsample(x), skip], dim=1), mask)
         return self.head(x)
 
 
