@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def predict_windows(
     check_floating(images=images)
     sides = tuple(images.shape[2:])
     check_positive(batch_size=batch_size)
+    check_positive(**{f"images.shape[{axis}]": size for axis, size in enumerate(images.shape)})
     sizes = (window,) * len(sides) if isinstance(window, int) else tuple(window)
     if len(sizes) != len(sides):
         raise ValueError(
@@ -64,20 +66,16 @@ def predict_windows(
     if not 0 <= overlap < 1:
         raise ValueError(f"overlap is {overlap}, expected 0 or more and less than 1")
     sizes = tuple(map(min, sizes, sides))
-    places = list(product(*(_starts(*pair, overlap) for pair in zip(sides, sizes, strict=True))))
-    boxes = [
-        (sample, (slice(None), *(slice(a, a + n) for a, n in zip(place, sizes, strict=True))))
-        for sample in range(len(images))
-        for place in places
-    ]
-    weights = _gaussian(sizes, images)
+    lines = (_slices(*pair, overlap) for pair in zip(sides, sizes, strict=True))
+    boxes: list[Any] = [(..., *box) for box in product(*lines)]
+    weights, weight = _gaussian(sizes, images), images.new_zeros(sides)
     total: Tensor | None = None
-    weight = images.new_zeros(sides)
-    for place in places:
-        weight[tuple(slice(a, a + n) for a, n in zip(place, sizes, strict=True))] += weights
-    with progress_bar(len(boxes), desc="windows", disable=not progress) as bar:
-        for first in range(0, len(boxes), batch_size):
-            group = boxes[first : first + batch_size]
+    for box in boxes:
+        weight[box] += weights
+    windows = list(product(range(len(images)), boxes))
+    with progress_bar(len(windows), desc="windows", disable=not progress) as bar:
+        for first in range(0, len(windows), batch_size):
+            group = windows[first : first + batch_size]
             outputs = model(torch.stack([images[sample][box] for sample, box in group]))
             if tuple(outputs.shape[2:]) != sizes:
                 raise ValueError(
@@ -93,15 +91,16 @@ def predict_windows(
     return total / weight.to(total.dtype)
 
 
-def _starts(side: int, size: int, overlap: float) -> list[int]:
-    """Return the first positions of windows that cover a side, evenly spaced.
+def _slices(side: int, size: int, overlap: float) -> list[slice]:
+    """Return the slices of windows that cover a side, evenly spaced.
 
-    >>> _starts(10, 4, 0.5), _starts(4, 4, 0.5)
-    ([0, 2, 4, 6], [0])
+    >>> [x.start for x in _slices(10, 4, 0.5)], _slices(4, 4, 0.5)
+    ([0, 2, 4, 6], [slice(0, 4, None)])
     """
     stride = max(int(size * (1 - overlap)), 1)
     count = math.ceil((side - size) / stride) + 1
-    return [round(i * (side - size) / max(count - 1, 1)) for i in range(count)]
+    starts = (round(i * (side - size) / max(count - 1, 1)) for i in range(count))
+    return [slice(start, start + size) for start in starts]
 
 
 def _gaussian(sizes: tuple[int, ...], like: Tensor) -> Tensor:

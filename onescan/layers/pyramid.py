@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onescan.layers.tokens import whole_patches
+from onescan.layers.tokens import masked_grid, whole_patches
 from onescan.shapes import GridFeatures, GridKeep, GridOutputs, Grids
 
 Factors = tuple[int, ...]  # per axis
@@ -108,12 +108,11 @@ class PyramidDecoder(nn.Module):
         """
         x, *earlier = features
         stem = self.stem(whole_patches(images, self.patch_size))
-        x, mask = masked_grid(x, keep), keep
-        skips = [skip(masked_grid(y, keep)) for skip, y in zip(self.skips, earlier, strict=True)]
+        skips = [skip(y) for skip, y in zip(self.skips, earlier, strict=True)]
         levels = zip(self.steps, self.upsample, [*skips, stem], self.merge, strict=True)
         for factors, upsample, skip, merge in levels:
-            mask = None if mask is None else repeated(mask, factors)
-            x = merge(torch.cat([upsample(x), skip], dim=1), mask)
+            keep = None if keep is None else repeated(keep, factors)
+            x = merge(torch.cat([upsample(x), skip], dim=1), keep)
         return self.head(x)
 
 
@@ -147,11 +146,6 @@ class ChannelNorm(nn.LayerNorm):
 
     def forward(self, x: Grids) -> Grids:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
-def masked_grid(x: Grids, keep: GridKeep | None) -> Grids:
-    """Set positions to zero where `keep`, [B, *sides], is False."""
-    return x if keep is None else x.masked_fill(~keep.unsqueeze(1), 0)
 
 
 def repeated(keep: GridKeep, factors: Factors) -> GridKeep:

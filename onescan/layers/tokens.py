@@ -132,6 +132,11 @@ def check_sizes(image_size: tuple[int, ...], patch_size: tuple[int, ...]) -> Non
     )
 
 
+def masked_grid(x: Grids, keep: GridKeep | None) -> Grids:
+    """Set positions to zero, even if they are NaN, where `keep`, [B, *sides], is False."""
+    return x if keep is None else x.masked_fill(~keep.unsqueeze(1), 0)
+
+
 def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) -> tuple[Grids, Keep]:
     """Set padding to zero, and return which patches contain real pixels; see `keep_patches`.
 
@@ -146,7 +151,7 @@ def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) ->
             f"keep has shape {tuple(keep.shape)}, expected {(batch, *sides)}, one value per pixel"
         )
     patches = keep_patches(keep, patch_size)
-    return images.masked_fill(~keep.unsqueeze(1), 0), patches  # 0 times NaN is NaN
+    return masked_grid(images, keep), patches
 
 
 def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:

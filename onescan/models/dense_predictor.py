@@ -12,9 +12,9 @@ from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import init_weights
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import PositionConfig, ToeplitzPositionConfig, check_masked_position
-from onescan.layers.pyramid import PyramidDecoder, masked_grid
+from onescan.layers.pyramid import PyramidDecoder
 from onescan.layers.stack import apply_blocks, build_blocks
-from onescan.layers.tokens import Patchify, Unpatchify, check_sizes, masked_pixels
+from onescan.layers.tokens import Patchify, Unpatchify, check_sizes, masked_grid, masked_pixels
 from onescan.ops.parallel import refuse_group, sequence_group
 from onescan.shapes import Grid, GridFeatures, GridKeep, GridOutputs, Grids, Hidden
 

@@ -81,6 +81,8 @@ def test_windows_cover_every_position():
         ({"window": (2, 2, 2)}, "window has 3 sizes, but images have 2 axes"),
         ({"overlap": 1.0}, "overlap is 1.0, expected 0 or more and less than 1"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"images": torch.zeros(0, 1, 4, 4)}, r"images.shape\[0\] is 0"),
+        ({"images": torch.zeros(1, 1, 4, 0)}, r"images.shape\[3\] is 0"),
         (
             {"model": lambda x: x[..., :1]},
             r"outputs of size \(2, 1\) for a window of size \(2, 2\)",

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from mixer_checks import silu
+from mixer_checks import trained as trained_mixer
 from pairwise import pairwise
 
 from onescan.configs import replace
@@ -22,22 +24,11 @@ CONFIGS = {
 }
 over_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
+trained = partial(trained_mixer, width=WIDTH)
+
 
 def tokens(*shape):
     return torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
-
-
-def trained(config):
-    """The mixer with weights as training may leave them, in float64."""
-    mixer = config.build(width=WIDTH, axes=1).double()
-    for parameter in mixer.parameters():
-        with torch.no_grad():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return mixer
-
-
-def silu(x):
-    return x * torch.sigmoid(x)
 
 
 def shifted_ssm(us, bs, cs, dts, a):

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from mixer_checks import gradients, silu
+from mixer_checks import trained as trained_mixer
 from pairwise import pairwise
 
 from onescan.configs import replace
@@ -25,22 +27,11 @@ CONFIGS = {
 }
 over_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
+trained = partial(trained_mixer, width=WIDTH)
+
 
 def tokens(*shape):
     return torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
-
-
-def trained(config, axes=1):
-    """The mixer with weights as training may leave them, in float64."""
-    mixer = config.build(width=WIDTH, axes=axes).double()
-    for parameter in mixer.parameters():
-        with torch.no_grad():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return mixer
-
-
-def silu(x):
-    return x * torch.sigmoid(x)
 
 
 def scan(ssm, xs):
@@ -81,10 +72,6 @@ def loop(mixer, x, keep=None):
             gated = y * silu(both[inner:]) if config.gate == "silu" else y
             out[row, t] = mixer.out_proj.weight @ gated
     return out
-
-
-def gradients(y, x, mixer):
-    return torch.autograd.grad((y * y.detach().cos()).sum(), [x, *mixer.parameters()])
 
 
 @pairwise(

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 import torch
+from mixer_checks import gradients, silu
+from mixer_checks import trained as trained_mixer
 from pairwise import pairwise
 
 from onescan.configs import replace
@@ -34,22 +36,11 @@ CONFIGS = {
 CAUSAL = {name: config for name, config in CONFIGS.items() if config.direction == "forward"}
 over_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
+trained = partial(trained_mixer, width=WIDTH)
+
 
 def tokens(*shape):
     return torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
-
-
-def trained(config, axes=1):
-    """The mixer with weights as training may leave them, in float64."""
-    mixer = config.build(width=WIDTH, axes=axes).double()
-    for parameter in mixer.parameters():
-        with torch.no_grad():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return mixer
-
-
-def silu(x):
-    return x * torch.sigmoid(x)
 
 
 def convolved(mixer, inputs):
@@ -124,10 +115,6 @@ def loop(mixer, x, keep=None):
         if real.any():
             out[row, real] = mix(mixer, x[row, real])
     return out
-
-
-def gradients(y, x, mixer):
-    return torch.autograd.grad((y * y.detach().cos()).sum(), [x, *mixer.parameters()])
 
 
 @pairwise(
