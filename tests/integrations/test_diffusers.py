@@ -265,8 +265,9 @@ def test_latents_are_decoded_by_their_vae(tmp_path):
         expected = vae.decode(latents / 0.5 + 0.25).sample / 2 + 0.5
     assert torch.equal(pixels, expected.clamp(0, 1))
     assert made_by(pipe, height=16, width=12).shape == (2, 3, 16, 12)
-    with pytest.raises(ValueError, match="height and width are 8 and 6"):
-        made_by(pipe, width=6)
+    assert made_by(pipe, height=10, width=6).shape == (2, 3, 10, 6)  # patches have 4 pixels
+    with pytest.raises(ValueError, match="are 8 and 7, expected positive multiples of 2"):
+        made_by(pipe, width=7)
     pipe.save_pretrained(tmp_path)
     again = DenoiserPipeline.from_pretrained(tmp_path)
     again.set_progress_bar_config(disable=True)
@@ -352,7 +353,7 @@ def test_a_scheduler_of_another_noise_is_refused(noise, scheduler, says):
         ),
         ({"class_labels": ["crane"]}, r"label 'crane' is the name of \[2, 3\], expected one of"),
         ({"class_labels": [5]}, "label 5 is not a class, expected 0 to 3, or 4 for none"),
-        ({"class_labels": [0], "height": 5}, "height and width are 5 and 4"),
+        ({"class_labels": [0], "height": 0}, "height and width are 0 and 4, expected positive"),
         ({"class_labels": [0], "output_type": "jpg"}, "output_type 'jpg' is unknown"),
         (
             {"class_labels": [0, 1], "generator": seeded(1)},

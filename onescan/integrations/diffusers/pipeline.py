@@ -439,13 +439,11 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
                 )
             return self.transformer.network.config.image_size
         size = (default[0] if height is None else height, default[1] if width is None else width)
-        patches = [p * self._stride for p in self.transformer.network.config.patch_size]
-        if any(side < p or side % p for side, p in zip(size, patches, strict=True)):
-            raise ValueError(
-                f"height and width are {size[0]} and {size[1]}, expected multiples of "
-                f"{patches[0]} and {patches[1]}"
-            )
-        return size[0] // self._stride, size[1] // self._stride
+        stride = self._stride
+        if any(side < 1 or side % stride for side in size):
+            expected = "positive numbers" if stride == 1 else f"positive multiples of {stride}"
+            raise ValueError(f"height and width are {size[0]} and {size[1]}, expected {expected}")
+        return size[0] // stride, size[1] // stride
 
 
 class _AsDenoiser(nn.Module):

@@ -338,11 +338,7 @@ def _check_labels(
 def _check_size(config: DenoiserConfig, size: tuple[int, ...]) -> None:
     if len(size) != len(config.patch_size):
         raise ValueError(f"size is {size}, expected {len(config.patch_size)} axes, as in the model")
-    if any(side < p or side % p for side, p in zip(size, config.patch_size, strict=True)):
-        raise ValueError(
-            f"size is {' x '.join(map(str, size))}, expected multiples of the model's patches, "
-            f"{' x '.join(map(str, config.patch_size))}"
-        )
+    check_positive(**{f"size[{axis}]": side for axis, side in enumerate(size)})
 
 
 def _check_variances(config: DenoiserConfig, scheduler: Any) -> None:
