@@ -1,5 +1,6 @@
 """Labelled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
 
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,12 +16,13 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onescan.experiments.data.array_maps import Maps, map_note, read_maps
 from onescan.experiments.data.array_targets import (
-    constant_values_notes,
+    fit_target,
     kind_note,
-    missing_labels_notes,
     read_kind,
     read_rows,
+    target_notes,
 )
 from onescan.experiments.data.base import (
     DataConfig,
@@ -29,7 +31,6 @@ from onescan.experiments.data.base import (
     Splits,
     held_out_note,
     listed,
-    missing_classes_note,
     random_split,
     similar_names_note,
     stratified_split,
@@ -43,11 +44,12 @@ from onescan.inputs.images import (
     check_constants,
     native_type,
 )
-from onescan.inputs.targets import CLASSES, Target, TargetKind, value_target
+from onescan.inputs.targets import CLASSES, Target, TargetKind
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
-Targets = Shaped[Tensor, "N *outputs"]  # class indices, or labels or values as float64
+# class indices, or labels or values as float64; or maps
+Targets = Shaped[Tensor, "N *outputs"] | Maps
 
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 MAX_CHANNELS = 4  # longer axes are not channels
@@ -79,7 +81,9 @@ class ArrayDatasetConfig(DataConfig):
     x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first. y
     of shape [N] holds class indices from 0, or strings, which name the classes; floats of shape [N]
     or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each example may have any
-    number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
+    number. If y has the axes of x, it holds a class at each position (integers), or values (floats,
+    NaN where they are not known), of shape [N, *axes, V] or [N, V, *axes] if there are several.
+    Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
     large compared with their standard deviation, as with Unix times, and otherwise in float32.
     Files that are not compressed are mapped into memory instead of being read.
     """
@@ -91,8 +95,12 @@ class ArrayDatasetConfig(DataConfig):
     channels_first: bool = False
     """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
     target: TargetKind | None = None
-    """Whether y holds a class, several labels (multilabel) or real values (value); None infers it
-    from the type and shape of y."""
+    """Whether y holds a class, several labels (multilabel) or real values (value) of each example,
+    or a class (class_map) or real values (value_map) at each position; None infers it from the type
+    and shape of y."""
+    ignore_index: int | None = None
+    """In a map of classes, the value of y at positions without a class, such as 255. They are left
+    out of the loss and all scores."""
     test_fraction: float = 0.1
     """Fraction of the examples, or of each class, held out if there is no x_test."""
     split_seed: int = 0
@@ -126,13 +134,9 @@ class ArrayDatasetConfig(DataConfig):
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
         where = f"data.path is {self.path!r}, where"
-        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target)
-        labels: list[Any]
-        if kind == "class":
-            self._check_classes(labels_by_name)
-            outputs, labels = self._classes(labels_by_name)
-        else:
-            outputs, labels = read_rows(where, labels_by_name, kind, self.class_names)
+        sides = _sides(pairs[0][0].shape[1:], self.axes, channels_first=self.channels_first)
+        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target, sides)
+        outputs, labels = self._targets(labels_by_name, kind, sides)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
@@ -142,7 +146,12 @@ class ArrayDatasetConfig(DataConfig):
         if pairs[0][1].dtype.kind == "U":
             notes += similar_names_note(outputs)
         if kind != "class" and self.target is None:
-            notes.append(kind_note(kind, len(outputs), labels_by_name))
+            is_map = isinstance(labels[0], Maps)
+            notes.append(
+                map_note(len(outputs), labels)
+                if is_map
+                else kind_note(kind, len(outputs), labels_by_name)
+            )
         if has_splits:
             train, test = sets
             if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
@@ -158,10 +167,11 @@ class ArrayDatasetConfig(DataConfig):
                 )
         else:
             how: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
+            classes = labels[0] if kind == "class" else None
             parts = (
-                stratified_split(sets[0].labels, **how)
-                if kind == "class"
-                else random_split(len(sets[0]), **how)
+                random_split(len(sets[0]), **how)
+                if classes is None
+                else stratified_split(classes, **how)
             )
             train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
@@ -172,15 +182,9 @@ class ArrayDatasetConfig(DataConfig):
             test.check_finite()  # the statistics have read the training examples
         except NotFiniteError as error:
             raise ValueError(f"data.path is {self.path!r}, where {error}") from error
-        is_value = kind == "value"
-        target = value_target(train.labels[train.places]) if is_value else Target(kind=kind)
+        target = fit_target(kind, train.labels, train.places)
         for part, data in (("training", train), ("test", test)):
-            labels_of_part = data.labels[data.places]
-            if kind == "class":
-                notes += missing_classes_note(labels_of_part, outputs, part=part)
-            else:
-                note = constant_values_notes if is_value else missing_labels_notes
-                notes += note(labels_of_part, outputs, part)
+            notes += target_notes(kind, data.labels, data.places, outputs, part)
         found: dict[str, Any] = {"class_names": outputs, "target": target}
         if isinstance(format, ImageFormat):
             return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **found)
@@ -200,7 +204,35 @@ class ArrayDatasetConfig(DataConfig):
         if self.target is not None or name not in arrays:  # `build` reports a missing one
             return self.target or "class"
         where = f"data.path is {self.path!r}, where"
-        return read_kind(where, name, self._array(arrays, name), None)
+        config, _ = self.infer_layout()
+        shape = self._array(arrays, "x_train" if "x_train" in arrays else "x").shape[1:]
+        sides = _sides(shape, config.axes, channels_first=config.channels_first)
+        return read_kind(where, name, self._array(arrays, name), None, sides)
+
+    def _targets(
+        self, labels: Mapping[str, Array], kind: TargetKind, sides: tuple[int, ...]
+    ) -> tuple[tuple[str, ...], list[Any]]:
+        """Check the targets of each split; return the names of the outputs, and the targets."""
+        where = f"data.path is {self.path!r}, where"
+        if self.ignore_index is not None and kind != "class_map":
+            raise ValueError(
+                f"data.ignore_index is {self.ignore_index}, expected None unless y holds a class "
+                "at each position"
+            )
+        if kind == "class":
+            self._check_classes(labels)
+            return self._classes(labels)
+        if kind == "class_map" or kind == "value_map":
+            return read_maps(
+                where,
+                labels,
+                kind,
+                sides=sides,
+                channels_first=self.channels_first,
+                names=self.class_names,
+                ignore_index=self.ignore_index,
+            )
+        return read_rows(where, labels, kind, self.class_names)
 
     def _notes(
         self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
@@ -380,6 +412,13 @@ class ArrayDatasetConfig(DataConfig):
         )
 
 
+def _sides(shape: tuple[int, ...], axes: int, *, channels_first: bool) -> tuple[int, ...]:
+    """Return the size of an example along each axis, without its channels."""
+    if len(shape) == axes:
+        return shape
+    return shape[1:] if channels_first else shape[:-1]
+
+
 class NotFiniteError(ValueError):
     """An example with values that are not finite."""
 
@@ -390,7 +429,8 @@ class ArrayDataset(ImageSet):
 
     Attributes:
         x: All examples, with or without channels.
-        labels: Class index of each example; or its labels or values, as float64 [N, outputs].
+        labels: Class index of each example; or its labels or values, as float64 [N, outputs]; or
+            maps.
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
@@ -418,9 +458,8 @@ class ArrayDataset(ImageSet):
     def shape(self) -> tuple[int, ...]:
         """Channels and size of each axis."""
         shape = self.x.shape[1:]
-        if len(shape) == self.axes:
-            return 1, *shape
-        return shape if self.channels_first else (shape[-1], *shape[:-1])
+        sides = _sides(shape, self.axes, channels_first=self.channels_first)
+        return math.prod(shape) // math.prod(sides), *sides
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch.
@@ -428,8 +467,8 @@ class ArrayDataset(ImageSet):
         Raises:
             ValueError: If a value is not finite; names the example.
         """
-        places = self.places[[example.source for example in examples]].numpy()
-        return LoadedBatch((self._values(places), self.labels[places]))
+        places = self.places[[example.source for example in examples]]
+        return LoadedBatch((self._values(places.numpy()), self.labels[places]))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel; 1 for a constant channel.
@@ -519,13 +558,16 @@ class ArraySplits(Splits):
     target: Target = CLASSES
 
 
-def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:
+def read_inputs(
+    path: str, format: GridFormat, *, channels_first: bool = False, any_size: bool = False
+) -> ArrayDataset:
     """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
 
     Args:
         path: The file. If a `.npz` file holds a single array, its name may be another one.
         format: Format that the model was trained on.
         channels_first: Layout to prefer if x fits with channels first and with channels last.
+        any_size: Accept examples of other sizes than those of the training data.
 
     Returns:
         The examples, with labels 0.
@@ -558,9 +600,11 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
             dtype=_read_as(format),
             name=name,
         )
-        if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
-            return data
-    sizes = ", ".join(map(str, shape))
+        if x.ndim - len(shape) in (1, 2) and 0 not in x.shape:
+            channels, *sides = data.shape
+            if channels == format.channels and (any_size or tuple(sides) == shape):
+                return data
+    sizes = ", ".join(["*"] * len(shape) if any_size else map(str, shape))
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
     if format.channels == 1:
         expected = f"[N, {sizes}]"
