@@ -255,7 +255,8 @@ class ArrayDatasetConfig(DataConfig):
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
         """Infer the number of axes and the place of the channels from the shape of x.
 
-        If `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
+        If y has the shape of x, or of x without one axis, that axis holds the channels. Otherwise,
+        if `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
         channels, or B if they are equal. In all other cases, the channels are an axis of up to 4
         values: the last one or else, before at least one more axis, axis 1.
 
@@ -278,6 +279,9 @@ class ArrayDatasetConfig(DataConfig):
         is_signal = axes == 1 and len(shape) == SIGNAL_AXES
         is_last = len(shape) > 1 and shape[-1] <= (shape[0] if is_signal else MAX_CHANNELS)
         is_first = not is_last and len(shape) > 1 and (is_signal or shape[0] <= MAX_CHANNELS)
+        if len(sides := self._map_sides(arrays, name)) > 1:
+            is_signal = False
+            is_last, is_first = shape[:-1] == sides, shape[1:] == sides and shape[:-1] != sides
         if "channels_first" not in given:
             channels_first = is_first
         elif channels_first:
@@ -301,6 +305,14 @@ class ArrayDatasetConfig(DataConfig):
                 flag = "" if few else " --data.channels-first"
                 hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
         return config, hint
+
+    def _map_sides(self, arrays: Mapping[str, "_Open"], name: str) -> tuple[int, ...]:
+        """Return the shape of y's examples if it tells where the channels of x are, or ()."""
+        other = f"y{name[1:]}"
+        if other not in arrays:
+            return ()
+        shape, sides = self._array(arrays, name).shape[1:], self._array(arrays, other).shape[1:]
+        return sides if sides in (shape, shape[:-1], shape[1:]) else ()
 
     def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Array]:
         """Open x and y of a split, and check x and the length of y."""

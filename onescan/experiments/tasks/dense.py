@@ -15,10 +15,10 @@ from onescan.experiments.data.share import Share
 from onescan.experiments.tasks.base import Batch, Metrics, Rows, Task, TaskConfig
 from onescan.experiments.tasks.grid import NOUNS, GridTask
 from onescan.inference.windows import predict_large
-from onescan.inputs.images import unit_pixels
+from onescan.inputs.images import AnyGrid, unit_pixels
 from onescan.messages import named_type, plural
 from onescan.models.dense_predictor import DensePredictorConfig
-from onescan.shapes import GridOutputs, Grids
+from onescan.shapes import GridOutputs
 
 Maps = Shaped[Tensor, "B *_"]  # a class, or values, at each position
 PerExample = Float[Tensor, " B"]
@@ -111,7 +111,7 @@ class DenseTask(GridTask):
     def count_labels(self, batch: Batch) -> int:
         return int(self.known(batch[1]).sum())
 
-    def predicted_maps(self, model: nn.Module, grids: Grids) -> Maps:
+    def predicted_maps(self, model: nn.Module, grids: AnyGrid) -> Maps:
         """Return the predicted class, or the values in their units, at each position."""
         predictions = self.target.predictions(self._predicted(model, grids))
         return predictions.argmax(dim=1) if self.target.kind == "class_map" else predictions
@@ -124,12 +124,12 @@ class DenseTask(GridTask):
     def losses(self, scores: GridOutputs, maps: Maps) -> tuple[PerExample, Int[Tensor, " B"]]:
         """Return the mean loss over the known targets of each example, and their number."""
 
-    def _predicted(self, model: nn.Module, grids: Grids) -> GridOutputs:
+    def _predicted(self, model: nn.Module, grids: AnyGrid) -> GridOutputs:
         """Apply the model in evaluation mode, window by window if the examples are larger."""
         inputs = self._model_input(grids)
         return self._scores(predict_large(model, inputs, self.window, self.overlap), grids)
 
-    def _scores(self, outputs: Any, grids: Grids) -> GridOutputs:
+    def _scores(self, outputs: Any, grids: AnyGrid) -> GridOutputs:
         count = len(self.class_names)
         expected = (len(grids), count, *grids.shape[2:])
         if not isinstance(outputs, Tensor) or outputs.shape != expected:
