@@ -563,8 +563,8 @@ class ArrayDataset(ImageSet):
 class ArraySplits(Splits):
     """Training and held-out arrays, and how to read both."""
 
-    train: ArrayDataset
-    test: ArrayDataset
+    train: ImageSet
+    test: ImageSet
     class_names: tuple[str, ...]
     format: ArrayFormat
     target: Target = CLASSES

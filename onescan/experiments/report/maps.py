@@ -130,14 +130,13 @@ def _row(group: RunGroup, row: int) -> Pictures:
 
 def _drawn(task: DenseTask, example: Pictures, maps: Tensor, predicted: Tensor) -> list[Pictures]:
     """Draw true and predicted classes as colors over the example, or values from dark to bright."""
+    size = tuple(example.shape[2:])
     if isinstance(task, DenseRegression):
         known = ~maps[:, :1].isnan()
         truth = torch.where(known, maps[:, :1].double(), predicted[:, :1])
         low, high = truth.min(), truth.max()
         drawn = [
-            _like(
-                ((each[:, :1].double() - low) / (high - low).clamp(min=1e-12)).clamp(0, 1), example
-            )
+            _like(((each[:, :1].double() - low) / (high - low).clamp(min=1e-12)).clamp(0, 1), size)
             for each in (torch.where(known, truth, low), predicted)
         ]
         return [each.expand(-1, RGB, -1, -1) for each in drawn]
@@ -145,15 +144,15 @@ def _drawn(task: DenseTask, example: Pictures, maps: Tensor, predicted: Tensor) 
     pictures = []
     for classes in (maps, predicted):
         of_position: Grids = colors[classes.clamp(min=0)].movedim(-1, 1)
-        is_foreground = _like((classes > 0).double().unsqueeze(1), example)
+        is_foreground = _like((classes > 0).double().unsqueeze(1), size)
         mix = OPACITY * is_foreground
-        pictures.append(example * (1 - mix) + _like(of_position, example) * mix)
+        pictures.append(example * (1 - mix) + _like(of_position, size) * mix)
     return pictures
 
 
-def _like(grid: Grids, example: Pictures) -> Pictures:
-    """Arrange a grid as `as_pictures` arranges the example; a signal becomes a strip of colors."""
+def _like(grid: Grids, size: tuple[int, ...]) -> Pictures:
+    """Arrange a grid as `as_pictures` does; a signal becomes a strip of colors of a size."""
     if grid.ndim == 3:  # noqa: PLR2004
-        strip = interpolate(grid, example.shape[-1], mode="nearest")
-        return strip.unsqueeze(2).expand(-1, -1, example.shape[2], -1)
+        strip = interpolate(grid, size[1], mode="nearest")
+        return strip.unsqueeze(2).expand(-1, -1, size[0], -1)
     return as_pictures(grid)

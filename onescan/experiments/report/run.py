@@ -167,7 +167,8 @@ def _lead(group: RunGroup) -> str:
     if kind_of_target == "class_map":
         classes = f" with one of {plural(len(group.class_names), 'class')} at each position"
     elif kind_of_target != "class":
-        classes = f" with {plural(len(group.class_names), NOUNS[kind_of_target])} each"
+        where = "at each position" if kind_of_target == "value_map" else "each"
+        classes = f" with {plural(len(group.class_names), NOUNS[kind_of_target])} {where}"
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
         held_out = len(images.held_out_labels(group))  # unreadable ones are left out
