@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from onescan.experiments.data.long_range import PathfinderDataConfig as PathfinderDataConfig
     from onescan.experiments.data.long_range import PixelImageConfig as PixelImageConfig
     from onescan.experiments.data.long_range import RetrievalConfig as RetrievalConfig
+    from onescan.experiments.data.mask_folder import MaskFolderConfig as MaskFolderConfig
     from onescan.experiments.data.moving_digits import MovingDigitsConfig as MovingDigitsConfig
     from onescan.experiments.data.order import batched as batched
     from onescan.experiments.data.order import derive_seed as derive_seed
@@ -79,6 +80,7 @@ _MODULES = {
     "LatentsConfig": "latents",
     "ListOpsDataConfig": "long_range",
     "LoadedBatch": "base",
+    "MaskFolderConfig": "mask_folder",
     "Mix": "augment",
     "MixConfig": "augment",
     "MovingDigitsConfig": "moving_digits",

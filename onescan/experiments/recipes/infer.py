@@ -17,11 +17,15 @@ from onescan.experiments.data import (
     Example,
     ImageDataset,
     ImageDatasetConfig,
+    ImageSet,
+    MaskFolderConfig,
     TextDatasetConfig,
     TextTableConfig,
 )
+from onescan.experiments.data.array_maps import WHITE
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
+from onescan.experiments.data.mask_folder import IMAGES, MASKS, TRAINING, mask_values
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
     DenseRegressionConfig,
@@ -148,6 +152,8 @@ def for_path(run: RunConfig, path: str, target: TargetKind | None = None) -> Run
         path: Path of the data.
         target: Kind of the targets of arrays; None infers it.
     """
+    if isinstance(run.task, SegmentationConfig) and holds_masks(path):
+        return dataclasses.replace(run, data=MaskFolderConfig(path=path))
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
         data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
         run = dataclasses.replace(run, data=data)
@@ -210,6 +216,8 @@ def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]
         return _infer_texts(run, given)
     if isinstance(run.data, TextDatasetConfig):
         return _infer_rows(run, given)
+    if isinstance(run.data, MaskFolderConfig):
+        return _infer_masks(run, run.data, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
     return infer_data(run, given)
 
@@ -296,6 +304,37 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
         lines.append(f"warning: no training examples of class {listed(empty)}; labels count from 0")
     return run, lines
+
+
+def _infer_masks(
+    run: RunConfig, data: MaskFolderConfig, given: Collection[str]
+) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for images with masks, whose classes are read once and then kept."""
+    lines = []
+    train, _, _ = data.split()
+    values = mask_values(train)
+    if values - {data.ignore_index} == {0, WHITE} and "data.binary" not in given:
+        run = _changed(run, {"data.binary": True}, given)
+        lines.append(
+            f"masks: {WHITE} is class 1; if it marks pixels without a class, pass "
+            f"--data.no-binary --data.ignore-index {WHITE}"
+        )
+    headers = [read_header(pair.image) for pair in (train[i] for i in _sample(len(train)))]
+    channels = 1 if all(header.is_gray for header in headers) else 3
+    run = _changed(run, {"data.channels": channels}, given)
+    size = _fit([(header.height, header.width) for header in headers], MAX_SIDE, (4, 4))
+    run = _changed(run, {"data.image_size": size}, given)
+    built: Any = run.data
+    names = tuple(map(str, range(built.count_classes(train))))
+    run = _changed(run, {"data.class_names": names}, given)
+    neutral = {"mean": (0.0,), "std": (1.0,)}
+    whole: Any = configs.replace(run.data, neutral)
+    mean, std = _statistics(whole.build().train)
+    run = _changed(run, {"data.mean": mean, "data.std": std}, given)
+    splits = run.data.build()
+    shape = (splits.format.height, splits.format.width)
+    run, described = _sized(run, splits, shape, splits.format.channels, given)
+    return run, [*described, *lines]
 
 
 def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
@@ -472,6 +511,13 @@ def _holds_arrays(path: str) -> bool:
     return place.suffix == ".npz" or (place.is_dir() and any(place.glob("*.npy")))
 
 
+def holds_masks(path: str) -> bool:
+    """Return whether there are images and masks in a folder, or in its training folder."""
+    root = Path(path).expanduser()
+    folders = [root, *(root / name for name in TRAINING)]
+    return any((folder / MASKS).is_dir() and (folder / IMAGES).is_dir() for folder in folders)
+
+
 def _has_classes(data: ImageDatasetConfig) -> bool:
     """Return whether all training images are in subfolders, of which there are several."""
     source = find_source(data.path, data.name)
@@ -528,7 +574,7 @@ def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> 
     return first, second
 
 
-def _statistics(train: ImageDataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(train: ImageSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel over a sample of training images."""
     places = _sample(len(train))
     groups = [places[at : at + 32] for at in range(0, len(places), 32)]

@@ -1,0 +1,264 @@
+"""Images with a mask each: files in the folders images and masks, with the class of each pixel."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from PIL import Image
+from torch import Tensor
+
+from onescan.checks import check_distinct
+from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
+from onescan.experiments.data.base import (
+    DataConfig,
+    Example,
+    LoadedBatch,
+    held_out_note,
+    listed,
+    random_split,
+)
+from onescan.experiments.data.images import ImageSet, ImageSplits
+from onescan.inputs.image_files import is_image_name, open_image, read_header
+from onescan.inputs.images import ImageFormat, to_bytes
+from onescan.inputs.targets import Target
+
+IMAGES, MASKS = "images", "masks"
+TRAINING = ("train", "training")
+TESTING = ("val", "valid", "validation", "test", "testing")
+GRAY = ("1", "L", "P", "I", "I;16")  # modes whose pixels are single numbers
+
+
+class Pair(NamedTuple):
+    """An image file and the file of its mask."""
+
+    image: Path
+    mask: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskFolderConfig(DataConfig):
+    """Images, and masks with the class of each pixel: a folder with subfolders images and masks.
+
+    A mask has the name of its image, without the suffix, and its size. Its pixels are classes from
+    0, as grayscale or palette indices. The subfolders may be in train and val (or test) folders.
+    Images are resized, and masks with them by the nearest pixel.
+    """
+
+    path: str
+    """A folder with images/NAME.jpg and masks/NAME.png, for example."""
+    image_size: tuple[int, int] = (64, 64)
+    """Height and width that images are resized to."""
+    channels: int = 3
+    """Channels of the images: 3 for color, 1 for grayscale."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in order; () numbers those that occur, which reads all masks."""
+    ignore_index: int | None = None
+    """Value of masks at pixels without a class, such as 255. They are left out of the loss and all
+    scores."""
+    binary: bool = False
+    """Whether masks have two classes: 0, and all values above 0."""
+    test_fraction: float = 0.15
+    """Fraction of the images held out if there is no val or test folder."""
+    split_seed: int = 0
+    """Random seed of the train-test split."""
+    mean: tuple[float, ...] = (0.5,)
+    """Mean of each channel of pixels from 0 to 1, subtracted; one number for all, or one each."""
+    std: tuple[float, ...] = (0.25,)
+    """Standard deviation of each channel, divided by; one number for all, or one each."""
+
+    def build(self) -> ImageSplits:
+        """Find the files and check the masks.
+
+        Raises:
+            ValueError: If a field is out of range, a folder or a mask is missing, or a mask cannot
+                be read, has another size than its image or a class that is out of range; names the
+                file.
+        """
+        height, width = self.image_size
+        format = ImageFormat(
+            channels=self.channels,
+            height=height,
+            width=width,
+            mean=self._per_channel(self.mean),
+            std=self._per_channel(self.std),
+        )
+        train, test, notes = self.split()
+        names = self.class_names or tuple(map(str, range(self.count_classes(train))))
+        check_distinct(**{"data.class_names": names})
+        sets = [
+            MaskedImages(config=self, format=format, pairs=tuple(pairs), classes=len(names))
+            for pairs in (train, test)
+        ]
+        return ImageSplits(
+            train=sets[0],
+            test=sets[1],
+            class_names=names,
+            format=format,
+            target=Target(kind="class_map"),
+            notes=tuple(notes),
+        )
+
+    def count_classes(self, pairs: Iterable[Pair]) -> int:
+        """Return the number of classes in masks: the largest class plus one.
+
+        Raises:
+            ValueError: If there is one class, or a mask cannot be read or has other values.
+        """
+        values = mask_values(pairs) - {self.ignore_index}
+        if self.binary:
+            return 2
+        if WHITE in values and max(values - {WHITE}, default=0) < WHITE // 2:
+            raise ValueError(
+                f"masks in {self.path} have the values {listed(list(map(str, sorted(values))))}; "
+                f"if {WHITE} marks pixels without a class, pass --data.ignore-index {WHITE}, and "
+                "if all values above 0 are one class, pass --data.binary"
+            )
+        if max(values, default=0) == 0:
+            raise ValueError(f"all pixels of the masks in {self.path} are 0, expected two classes")
+        return max(values) + 1
+
+    def pairs(self, folder: Path) -> list[Pair]:
+        """Return the images in a folder with their masks.
+
+        Raises:
+            ValueError: If a folder or a mask is missing, or two masks have the same name.
+        """
+        files = {}
+        for name in (IMAGES, MASKS):
+            if not (folder / name).is_dir():
+                raise ValueError(
+                    f"there is no folder {folder / name}, expected {IMAGES} and {MASKS}"
+                )
+            found = sorted(file for file in (folder / name).iterdir() if is_image_name(file.name))
+            files[name] = {file.stem: file for file in found}
+            if len(files[name]) < len(found):
+                raise ValueError(
+                    f"{folder / name} has files whose names differ in the suffix alone"
+                )
+        if missing := [file for stem, file in files[IMAGES].items() if stem not in files[MASKS]]:
+            raise ValueError(
+                f"{missing[0]} has no mask {folder / MASKS / missing[0].stem}.png"
+                f"{f', nor have {len(missing) - 1} others' * (len(missing) > 1)}"
+            )
+        if not files[IMAGES]:
+            raise ValueError(f"{folder / IMAGES} holds no images")
+        return [Pair(image, files[MASKS][stem]) for stem, image in files[IMAGES].items()]
+
+    def split(self) -> tuple[list[Pair], list[Pair], list[str]]:
+        """Return the files of the training and the test images, and notes on the split."""
+        root = Path(self.path).expanduser()
+        if not root.is_dir():
+            raise ValueError(f"data.path is {self.path!r}: there is no such folder")
+        first, second = (
+            next((root / name for name in names if (root / name).is_dir()), None)
+            for names in (TRAINING, TESTING)
+        )
+        whole = self.pairs(first or root)
+        if second is not None:
+            return whole, self.pairs(second), [f"the test images are those of {second.name}"]
+        parts = random_split(len(whole), fraction=self.test_fraction, seed=self.split_seed)
+        train, test = ([whole[place] for place in part.tolist()] for part in parts)
+        return train, test, [held_out_note(len(test), len(whole))]
+
+    def _per_channel(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        return numbers * self.channels if len(numbers) == 1 else numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedImages(ImageSet):
+    """Images of one split with their masks: a batch is (pixels as bytes, classes [B, H, W]).
+
+    Attributes:
+        config: How masks are read.
+        format: Size and channels of the images.
+        pairs: The files.
+        classes: Number of classes.
+    """
+
+    config: MaskFolderConfig
+    format: ImageFormat
+    pairs: tuple[Pair, ...]
+    classes: int
+    decodes = True
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        """Read a batch.
+
+        Raises:
+            ValueError: If a file cannot be read, sizes differ, or a class is out of range.
+        """
+        images, masks = zip(
+            *(self._read(self.pairs[each.source]) for each in examples), strict=True
+        )
+        return LoadedBatch((torch.stack(images), torch.stack(masks)))
+
+    def _read(self, pair: Pair) -> tuple[UInt8[Tensor, "C H W"], Int[Tensor, "H W"]]:
+        try:
+            image, header = self.format.decode(pair.image), read_header(pair.image)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{pair.image} {error}") from error
+        mask = read_mask(pair.mask)
+        height, width = mask.shape
+        if (width, height) != (header.width, header.height):
+            raise ValueError(
+                f"{pair.mask} has {width} x {height} pixels, but {pair.image} has {header.width} x "
+                f"{header.height}"
+            )
+        resized = Image.fromarray(mask).resize(
+            (self.format.width, self.format.height), Image.Resampling.NEAREST
+        )
+        classes = torch.from_numpy(np.asarray(resized).astype(np.int64))
+        is_ignored = classes == (
+            -1 if self.config.ignore_index is None else self.config.ignore_index
+        )
+        if self.config.binary:
+            classes = classes.clamp(max=1)
+        classes[is_ignored] = IGNORED
+        if bool((classes >= self.classes).any()):
+            raise ValueError(
+                f"{pair.mask} has class {int(classes.max())}, expected 0 to {self.classes - 1}"
+            )
+        return to_bytes(image), classes
+
+
+def read_mask(file: Path) -> Int[np.ndarray, "height width"]:
+    """Read the values of a mask, as 32-bit integers.
+
+    Raises:
+        ValueError: If it is not an image with one number per pixel; names the file.
+    """
+    try:
+        with open_image(file) as image:
+            if image.mode not in GRAY:
+                raise ValueError(
+                    f"{file} has pixels of mode {image.mode}, expected one number per pixel, "
+                    "grayscale or palette indices, which are the classes"
+                )
+            return np.asarray(image).astype(np.int32)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def mask_values(pairs: Iterable[Pair]) -> set[int]:
+    """Return the values that occur in masks.
+
+    Raises:
+        ValueError: If a mask cannot be read, or has values that are too large for classes.
+    """
+    values: set[int] = set()
+    for pair in pairs:
+        found = np.unique(read_mask(pair.mask)).tolist()
+        if found[0] < 0 or found[-1] >= MAX_CLASSES:
+            raise ValueError(
+                f"{pair.mask} has a pixel of {found[0] if found[0] < 0 else found[-1]}, expected "
+                f"classes from 0 to {MAX_CLASSES - 1}"
+            )
+        values |= set(found)
+    return values
