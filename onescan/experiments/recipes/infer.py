@@ -400,27 +400,31 @@ def _replace(config: Any, path: list[str], value: Any) -> Any:
 
 
 def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
-    """Choose patch sizes that divide the sizes of a grid and give at most `MAX_TOKENS` patches.
+    """Choose patch sizes that give at most `MAX_TOKENS` patches; they need not divide the sizes.
 
     Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, and at least 4
-    from 24 values on, unless `finest`. If none divides all axes, the axis with the most patches
-    gets larger ones.
+    from 24 values on, unless `finest`. If an axis is neither divided by them nor twice as long, the
+    axis with the most patches gets larger ones.
 
-    >>> patches((48, 64)), patches((6, 9))
-    ((4, 4), (1, 1))
+    >>> patches((48, 64)), patches((1237,)), patches((3, 200, 200))
+    ((4, 4), (8,), (1, 32, 32))
     """
     sizes = PATCHES[1:] if finest else PATCHES
     smallest = next(patch for patch, longest in sizes if max(shape) >= longest)
     for patch in (1, 2, 4, 8, 16, 32):
-        fits = all(size % patch == 0 for size in shape)
-        if fits and patch >= smallest and math.prod(n // patch for n in shape) <= MAX_TOKENS:
+        fits = all(size % patch == 0 or size >= 2 * patch for size in shape)
+        if fits and patch >= smallest and _count(shape, [patch] * len(shape)) <= MAX_TOKENS:
             return (patch,) * len(shape)
     chosen = [1] * len(shape)
-    while math.prod(n // p for n, p in zip(shape, chosen, strict=True)) > MAX_TOKENS:
-        axis = max(range(len(shape)), key=lambda i: shape[i] // chosen[i])
-        larger = range(chosen[axis] + 1, shape[axis] + 1)
-        chosen[axis] = next(p for p in larger if shape[axis] % p == 0)
+    while _count(shape, chosen) > MAX_TOKENS:
+        axis = max(range(len(shape)), key=lambda i: shape[i] / chosen[i])
+        chosen[axis] *= 2
     return tuple(chosen)
+
+
+def _count(shape: Sequence[int], patch_size: Sequence[int]) -> int:
+    """Return the number of patches of a grid; the last one along an axis may be incomplete."""
+    return math.prod(-(-size // patch) for size, patch in zip(shape, patch_size, strict=True))
 
 
 def _holds_arrays(path: str) -> bool:
