@@ -35,6 +35,7 @@ from onescan.experiments.data.base import (
     stratified_split,
 )
 from onescan.experiments.data.images import ImageSet, ImageSplits
+from onescan.experiments.data.ragged import Sizes, read_sizes, real_positions
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.inputs.arrays import IMAGE_AXES, MAX_AXES, ArrayFormat
 from onescan.inputs.images import (
@@ -49,6 +50,8 @@ from onescan.shapes import Labels
 Array = Shaped[np.ndarray, "N *_"]  # any type
 Targets = Shaped[Tensor, "N *outputs"]  # class indices, or labels or values as float64
 
+LENGTHS = "lengths"  # name of the array of sizes
+SPLITS = ("train", "test")
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 MAX_CHANNELS = 4  # longer axes are not channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
@@ -82,6 +85,10 @@ class ArrayDatasetConfig(DataConfig):
     number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
     large compared with their standard deviation, as with Unix times, and otherwise in float32.
     Files that are not compressed are mapped into memory instead of being read.
+
+    Examples of different sizes are padded to one size, after their last values, with any numbers.
+    An array lengths, or lengths_train and lengths_test, holds the sizes of the examples: along each
+    axis with shape [N, axes], or along the first axis with shape [N].
     """
 
     path: str
@@ -110,7 +117,8 @@ class ArrayDatasetConfig(DataConfig):
         """Open the arrays and check their shapes, types and labels.
 
         Returns:
-            ImageSplits for bytes with two axes and 1 or 3 channels, otherwise ArraySplits.
+            ImageSplits for bytes with two axes and 1 or 3 channels, if all examples have the same
+            size; otherwise ArraySplits.
 
         Raises:
             ValueError: If a field is out of range; if the data does not exist, is damaged, or lacks
@@ -121,7 +129,7 @@ class ArrayDatasetConfig(DataConfig):
             raise ValueError(f"data.axes is {self.axes}, expected 1 to {MAX_AXES}")
         arrays = _open(self.path)
         has_splits = "x_train" in arrays
-        names = ("train", "test") if has_splits else ("",)
+        names = SPLITS if has_splits else ("",)
         suffixes = [f"_{name}" if name else "" for name in names]
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
@@ -138,6 +146,7 @@ class ArrayDatasetConfig(DataConfig):
             ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
             for suffix, (x, _), each in zip(suffixes, pairs, labels, strict=True)
         ]
+        sets = self._with_sizes(arrays, suffixes, sets)
         notes = self._notes(arrays, suffixes, kind)
         if pairs[0][1].dtype.kind == "U":
             notes += similar_names_note(outputs)
@@ -151,7 +160,8 @@ class ArrayDatasetConfig(DataConfig):
                     f"holds {train.x.dtype}; expected uint8 in both or in neither, because only "
                     "uint8 is scaled to 0 to 1"
                 )
-            if train.shape != test.shape:
+            compared = None if train.sizes is None else 1  # only the channels
+            if train.shape[:compared] != test.shape[:compared]:
                 raise ValueError(
                     f"data.path is {self.path!r}, where x_test has examples of shape {test.shape}, "
                     f"expected {train.shape} as in x_train"
@@ -166,7 +176,7 @@ class ArrayDatasetConfig(DataConfig):
             train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
         try:
-            format = self._format(train)
+            format = self._format(train, sets)
             if is_wide := isinstance(format, ArrayFormat) and format.needs_float64:
                 train, test = (replace(part, dtype=np.float64) for part in (train, test))
             test.check_finite()  # the statistics have read the training examples
@@ -206,7 +216,7 @@ class ArrayDatasetConfig(DataConfig):
         self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
     ) -> list[str]:
         """Describe arrays and files that are not used, and labels that are converted."""
-        used = {f"{name}{suffix}" for name in "xy" for suffix in suffixes}
+        used = {f"{name}{suffix}" for name in ("x", "y", LENGTHS) for suffix in suffixes}
         place = Path(self.path).expanduser()
         files = [file.name for file in place.iterdir()] if place.is_dir() else []
         others = [name for name in files if not name.startswith(".") and name[-4:] != ".npy"]
@@ -294,6 +304,28 @@ class ArrayDatasetConfig(DataConfig):
             raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected {expected}")
         return x, y
 
+    def _with_sizes(
+        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], sets: list["ArrayDataset"]
+    ) -> list["ArrayDataset"]:
+        """Return the data sets with the sizes of their examples, if there are lengths."""
+        names = [f"{LENGTHS}{suffix}" for suffix in suffixes]
+        known = (LENGTHS, *(f"{LENGTHS}_{split}" for split in SPLITS))
+        found = [name for name in known if name in arrays]
+        if not found:
+            return sets
+        where = f"data.path is {self.path!r}, where"
+        if set(found) != set(names):
+            beside = " and ".join(data.name for data in sets)
+            raise ValueError(
+                f"{where} {' and '.join(found)} is beside {beside}, expected "
+                f"{' and '.join(names)}, or no lengths"
+            )
+        lengths = [self._array(arrays, name) for name in names]
+        return [
+            replace(data, sizes=read_sizes(where, name, each, len(data.x), data.shape[1:]))
+            for name, each, data in zip(names, lengths, sets, strict=True)
+        ]
+
     def _check_classes(self, labels: Mapping[str, Array]) -> None:
         """Check the shapes and types of labels that are classes."""
         where = f"data.path is {self.path!r}, where"
@@ -363,7 +395,10 @@ class ArrayDatasetConfig(DataConfig):
                 raise ValueError(f"{where}[{row}] is {label!r}, expected one of {known}")
         return np.array([places[label] for label in y.tolist()])
 
-    def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
+    def _format(
+        self, train: "ArrayDataset", sets: Sequence["ArrayDataset"]
+    ) -> "ImageFormat | ArrayFormat":
+        """Return the format of training examples; its shape holds the largest sizes of `sets`."""
         channels, *shape = train.shape
         given = {"data.mean": self.mean, "data.std": self.std}
         check_constants(channels, **{name: x for name, x in given.items() if x is not None})
@@ -371,12 +406,20 @@ class ArrayDatasetConfig(DataConfig):
         if mean is None or std is None:
             computed = train.statistics()
             mean, std = mean or computed[0], std or computed[1]
-        if self.axes == IMAGE_AXES and channels in (1, 3) and train.x.dtype == np.uint8:
+        sizes = [data.sizes for data in sets if data.sizes is not None]
+        is_bytes = train.x.dtype == np.uint8
+        if self.axes == IMAGE_AXES and channels in (1, 3) and is_bytes and not sizes:
             height, width = shape
             return ImageFormat(channels=channels, height=height, width=width, mean=mean, std=std)
-        is_bytes = train.x.dtype == np.uint8
+        if sizes:
+            shape = np.concatenate(sizes).max(axis=0).tolist()
         return ArrayFormat(
-            channels=channels, shape=tuple(shape), mean=mean, std=std, is_bytes=is_bytes
+            channels=channels,
+            shape=tuple(shape),
+            mean=mean,
+            std=std,
+            is_bytes=is_bytes,
+            is_ragged=bool(sizes),
         )
 
 
@@ -388,6 +431,9 @@ class NotFiniteError(ValueError):
 class ArrayDataset(ImageSet):
     """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes].
 
+    If examples have different sizes, x is cut to the largest of the batch along each axis, and zero
+    after the end of an example; a third tensor, [B, *axes], is True for its real positions.
+
     Attributes:
         x: All examples, with or without channels.
         labels: Class index of each example; or its labels or values, as float64 [N, outputs].
@@ -397,6 +443,7 @@ class ArrayDataset(ImageSet):
         dtype: Type to convert x to, except bytes; None keeps its own.
         share: Shard of the first axis of each example to read.
         name: Name of x, for messages.
+        sizes: Size of each example along each axis; None if it is that of x.
     """
 
     x: Array
@@ -407,8 +454,14 @@ class ArrayDataset(ImageSet):
     dtype: Any = np.float32
     share: Share = WHOLE
     name: str = "x"
+    sizes: Sizes | None = None
 
     def shared(self, share: Share) -> "ArrayDataset":
+        if share.size > 1 and self.sizes is not None:
+            raise ValueError(
+                f"machine.sequence_parallel is {share.size}, but the examples have different "
+                "sizes, expected 1"
+            )
         return replace(self, share=share)
 
     def __len__(self) -> int:
@@ -416,7 +469,7 @@ class ArrayDataset(ImageSet):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels and size of each axis."""
+        """Channels and size of each axis, padding included."""
         shape = self.x.shape[1:]
         if len(shape) == self.axes:
             return 1, *shape
@@ -429,7 +482,8 @@ class ArrayDataset(ImageSet):
             ValueError: If a value is not finite; names the example.
         """
         places = self.places[[example.source for example in examples]].numpy()
-        return LoadedBatch((self._values(places), self.labels[places]))
+        values, *keep = self._values(places)
+        return LoadedBatch((values, self.labels[places], *keep))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel; 1 for a constant channel.
@@ -441,11 +495,14 @@ class ArrayDataset(ImageSet):
         whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
         chunks = self._chunks()
         count = len(self) * self.x[0].size // self.shape[0]
+        if self.sizes is not None:
+            count = int(self.sizes[self.places].prod(axis=1).sum())
 
         def channels() -> Iterator[Tensor]:
             for chunk in chunks:
-                values = whole.read([Example(place) for place in chunk]).batch[0].double()
-                yield values.transpose(0, 1).flatten(1)
+                values, _, *keep = whole.read([Example(place) for place in chunk]).batch
+                by_channel = values.double().transpose(0, 1)
+                yield by_channel[:, keep[0]] if keep else by_channel.flatten(1)
 
         rough, rest, squares, peak = torch.zeros(4, self.shape[0], dtype=torch.float64)
         for values in channels():
@@ -480,8 +537,11 @@ class ArrayDataset(ImageSet):
         size = max(1, CHUNK // self.x[0].size)
         return [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
 
-    def _values(self, places: NDArray[np.int64]) -> Tensor:
+    def _values(self, places: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Read examples with channels first: bytes as they are, other types as `dtype`.
+
+        Returns:
+            The examples; and which of their positions are real, if they have different sizes.
 
         Raises:
             ValueError: If a value is not finite; names the example.
@@ -493,6 +553,16 @@ class ArrayDataset(ImageSet):
             values = self.x[places, :, own]
         else:
             values = self.x[places, own]
+        if values.ndim == self.axes + 1:
+            values = values[:, None]
+        elif not self.channels_first:
+            values = np.moveaxis(values, -1, 1)
+        keep: tuple[Tensor, ...] = ()
+        if self.sizes is not None:
+            real = real_positions(self.sizes[places])
+            inside: Any = (..., *map(slice, real.shape[1:]))
+            values = np.where(real[:, None], values[inside], values.dtype.type(0))
+            keep = (torch.from_numpy(real),)
         if values.dtype != np.uint8:
             values = values.astype(self.dtype or native_type(values.dtype))
         tensor = torch.from_numpy(values)
@@ -501,11 +571,7 @@ class ArrayDataset(ImageSet):
             raise NotFiniteError(
                 f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
             )
-        if tensor.ndim == self.axes + 1:
-            return tensor.unsqueeze(1)
-        if self.channels_first:
-            return tensor
-        return tensor.movedim(-1, 1).contiguous()
+        return tensor.contiguous(), *keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -523,7 +589,8 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
     """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
 
     Args:
-        path: The file. If a `.npz` file holds a single array, its name may be another one.
+        path: The file. If a `.npz` file holds a single array besides lengths, its name may be
+            another one. Without lengths, all examples have the size of the array.
         format: Format that the model was trained on.
         channels_first: Layout to prefer if x fits with channels first and with channels last.
 
@@ -537,11 +604,13 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
     if not place.is_file():
         raise ValueError(f"there is no file {path}")
     arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
-    name = next(iter(arrays)) if len(arrays) == 1 else "x"
+    others = arrays.keys() - {LENGTHS}
+    name = next(iter(others)) if len(others) == 1 else "x"
     if name not in arrays:
         raise ValueError(f"{path} has no array x; found: {', '.join(sorted(arrays)) or 'none'}")
     try:
         x = arrays[name]()
+        lengths = arrays[LENGTHS]() if LENGTHS in arrays else None
     except DAMAGE as error:
         raise ValueError(f"{path}: {name} cannot be read: {error}") from error
     if x.dtype.kind not in "fiub":
@@ -558,9 +627,14 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
             dtype=_read_as(format),
             name=name,
         )
-        if x.ndim - len(shape) in (1, 2) and data.shape == (format.channels, *shape):
-            return data
-    sizes = ", ".join(map(str, shape))
+        compared = 1 if format.is_ragged else None  # only the channels
+        whole = (format.channels, *shape)
+        if x.ndim - len(shape) in (1, 2) and data.shape[:compared] == whole[:compared]:
+            if lengths is None:
+                return data
+            read = read_sizes(f"{path}:", LENGTHS, lengths, len(x), data.shape[1:])
+            return replace(data, sizes=read)
+    sizes = ", ".join("any size" if format.is_ragged else str(size) for size in shape)
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
     if format.channels == 1:
         expected = f"[N, {sizes}]"

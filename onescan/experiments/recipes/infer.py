@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from onescan import configs
@@ -22,6 +23,7 @@ from onescan.experiments.data import (
 )
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
+from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
     ImageClassificationConfig,
@@ -326,7 +328,7 @@ def _sized(
     if is_denoiser and not classes:
         run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
     run = _scaled(run, train, DENOISER if is_denoiser else CLASSIFIER, given)
-    sizes = " x ".join(map(str, shape))
+    sizes = _sizes(splits, shape)
     unit = "pixels" if len(shape) == IMAGE_AXES else "values"
     if isinstance(run.data, ImageDatasetConfig):
         is_whole = run.data.test_crop is None
@@ -342,6 +344,13 @@ def _sized(
         f"{_described(model)}, patches of {patch}",
         _training(run),
     ]
+
+
+def _sizes(splits: Any, shape: tuple[int, ...]) -> str:
+    """Describe the size of the examples, or the range of their sizes."""
+    if not splits.format.is_ragged:
+        return " x ".join(map(str, shape))
+    return f"ragged: {size_range(np.concatenate([splits.train.sizes, splits.test.sizes]))}"
 
 
 def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) -> RunConfig:
