@@ -2,13 +2,16 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tiny_run import assert_same, tiny_run
 
+import onescan
 from onescan import configs
 from onescan.cli import main
 from onescan.experiments.data import AffineConfig, ArrayDatasetConfig, Example, MixConfig
@@ -33,6 +36,7 @@ from onescan.layers.mixers import (
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 
+ROOT = Path(__file__).parents[3]
 RNG = np.random.default_rng(0)
 COUNT = 24
 Y = np.arange(COUNT) % 3
@@ -369,10 +373,18 @@ def test_settings_are_inferred_and_the_range_of_sizes_is_printed(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_command_trains_and_reports(tmp_path):
-    path = saved(tmp_path / "a.npz", ragged(1))
-    argv = ["train", "signal_classifier", "--data.path", path, "--out", str(tmp_path / "out")]
-    assert main([*argv, "--model.depth", "1", "--training.epochs", "2"]) == 0
-    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "each signal of up to 21 into up to 11 patches of 2" in report
+def test_the_page_on_own_data_trains_reports_and_predicts(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "howto" / "own_data.md").read_text()
+    write, apply = re.findall(r"^```py\n([^`]*(?:ragged\.npz|pad_images)[^`]*)^```", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    names = {"np": np, "torch": torch, "onescan": onescan}
+    exec(write, names)  # noqa: S102
+    argv = ["train", "signal_classifier", "--data.path", "ragged.npz", "--training.epochs", "1"]
+    assert main([*argv, "--model.depth", "1", "--model.width", "16"]) == 0
+    assert ", ragged: 8" in capsys.readouterr().out
+    exec(apply, names)  # noqa: S102
+    assert names["probabilities"].shape == (200, 2)
+    report = Path("runs/signal_classifier/report.html").read_text(encoding="utf-8")
+    longest = names["lengths"].max()
+    assert f"each signal of up to {longest} into up to {-(-longest // 8)} patches of 8" in report
     assert "Not shown: the signals have different sizes." in report
