@@ -15,6 +15,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.models.auto import modeling_auto
 
 import onescan
 from onescan.cli import main
@@ -146,6 +147,8 @@ def test_a_pipeline_segments_images_at_their_own_size(tmp_path):
     with torch.no_grad():
         logits = native(read_image(tmp_path / "picture.png", FORMAT)[None])
     want = torch.nn.functional.interpolate(logits, (110, 90), mode="bilinear")[0].argmax(0)
+    known = modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES  # else a pipeline complains
+    assert known["onescan_segmentation"] == "OnescanForSemanticSegmentation"
     found = pipeline("image-segmentation", str(tmp_path))(str(tmp_path / "picture.png"))
     assert {each["label"] for each in found} == {names[i] for i in want.unique().tolist()}
     for each in found:
