@@ -50,7 +50,7 @@ class Prediction(NamedTuple):
 
 
 def predict(argv: Argv) -> None:
-    """Classify images, arrays or texts, or predict labels or values of images and arrays."""
+    """Classify images, arrays or texts, or predict their labels, values or maps."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -63,11 +63,13 @@ def predict(argv: Argv) -> None:
         data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
         .parquet), whose unreadable rows are skipped."""
         top_k: int = 3
-        """Number of classes to print per input. Labels and values are all printed."""
+        """Number of classes to print per input. Labels and values are all printed; of a map, the
+        share of each class, or the range of each value."""
         text_column: str | None = None
         """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-        """Also write the predictions to a .csv or .json file."""
+        """Also write the predictions to a .csv or .json file. If the model predicts each position:
+        to a .npz or .npy file for arrays, or as .png files to a folder for images."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
@@ -75,13 +77,16 @@ def predict(argv: Argv) -> None:
         raise ValueError("inputs is empty, expected at least one image, folder, array or text")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
-    if options.out is not None and Path(options.out).suffix not in PREDICTION_FILES:
-        raise ValueError(f"out is {options.out!r}, expected a name ending in .csv or .json")
+    from onescan.cli.maps import predict_maps
     from onescan.inference.loading import load
     from onescan.inputs import PairFormat
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
+    if checkpoint.target.is_map:
+        predict_maps(checkpoint, options.inputs, None if options.out is None else Path(options.out))
+        return
+    _check_out(options.out)
     names, kind = checkpoint.class_names, checkpoint.target.kind
     of_texts = isinstance(checkpoint.format, PairFormat)
     read = partial(_text_probabilities, column=options.text_column) if of_texts else _image_outputs
@@ -115,6 +120,11 @@ def predict(argv: Argv) -> None:
         echo(f"{out}: {len(predictions)} predictions")
 
 
+def _check_out(out: str | None) -> None:
+    if out is not None and Path(out).suffix not in PREDICTION_FILES:
+        raise ValueError(f"out is {out!r}, expected a name ending in .csv or .json")
+
+
 def _described(prediction: Prediction, target: "Target") -> str:
     """Return the line that shows a prediction; values with digits to a thousandth of their std.
 
@@ -129,17 +139,17 @@ def _described(prediction: Prediction, target: "Target") -> str:
     kind = target.kind
     if kind == "value":
         pairs = zip(prediction.outputs, target.std, strict=True)
-        return ", ".join(f"{name} {_rounded(value, std)}" for (name, value), std in pairs)
+        return ", ".join(f"{name} {rounded(value, std)}" for (name, value), std in pairs)
     shown = ", ".join(f"{name} {part:.1%}" for name, part in prediction.outputs)
     if kind == "multilabel":
         return f"{', '.join(prediction.labels) or 'no label'} ({shown})"
     return shown
 
 
-def _rounded(value: float, std: float) -> str:
+def rounded(value: float, std: float) -> str:
     """Format a value with digits to a thousandth of its standard deviation.
 
-    >>> _rounded(1234.5678, 10.0), _rounded(0.0, 1.0)
+    >>> rounded(1234.5678, 10.0), rounded(0.0, 1.0)
     ('1234.57', '0')
     """
     digits = math.ceil(math.log10(max(abs(value) / std, 1))) + 3
@@ -172,7 +182,7 @@ def _image_outputs(
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     is_image_model = isinstance(format, ImageFormat)
-    for file, is_in_folder in _images_at([Path(path) for path in paths], walk=is_image_model):
+    for file, is_in_folder in images_at([Path(path) for path in paths], walk=is_image_model):
         try:
             (numbers,) = classify(checkpoint.model, [file], format, target)
         except (OSError, ValueError) as error:
@@ -190,7 +200,7 @@ def _data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -
     return value if isinstance(value, type(default)) else default
 
 
-def _images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
+def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
     """Yield files and, if `walk`, the images in folders, and whether they are in a folder."""
     for path in paths:
         if not (walk and path.is_dir()):

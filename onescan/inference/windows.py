@@ -91,6 +91,23 @@ def predict_windows(
     return total / weight.to(total.dtype)
 
 
+def predict_large(
+    model: Callable[[Grids], GridOutputs], images: Grids, window: Sequence[int], overlap: float
+) -> GridOutputs:
+    """Apply a model to grids, window by window if they are larger than a window.
+
+    Args:
+        model: As for `predict_windows`.
+        images: Grids of any size, of shape [B, channels, *sides].
+        window: Size of the window along each axis; () applies the model to whole grids.
+        overlap: As for `predict_windows`.
+    """
+    sides = images.shape[2:]
+    if not window or all(side <= size for side, size in zip(sides, window, strict=True)):
+        return model(images)
+    return predict_windows(model, images, window, overlap=overlap)
+
+
 def _slices(side: int, size: int, overlap: float) -> list[slice]:
     """Return the slices of windows that cover a side, evenly spaced.
 

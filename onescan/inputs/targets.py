@@ -1,19 +1,24 @@
-"""What the outputs of a model mean: scores of classes or labels, or standardized values."""
+"""What the outputs of a model mean: scores of classes or labels, or standardized values.
+
+Targets are of whole examples, or of each of their positions.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
 from onescan.inputs.images import check_constants
-from onescan.shapes import Logits
 
-TargetKind = Literal["class", "multilabel", "value"]
-"""One of several classes, any number of labels, or real numbers."""
+TargetKind = Literal["class", "multilabel", "value", "class_map", "value_map"]
+"""One of several classes, any number of labels, or real numbers; or, in a map, one of several
+classes or real numbers at each position."""
+MapKind = Literal["class_map", "value_map"]
 
-Outputs = Float[Tensor, "B outputs"]
+Outputs = Float[Tensor, "B outputs *sides"]
+VALUES = ("value", "value_map")
 EPSILON = 2.0**-52  # of float64
 
 
@@ -32,10 +37,15 @@ class Target:
     std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind == "value":
+        if self.kind in VALUES:
             check_constants(len(self.mean), mean=self.mean, std=self.std)
 
-    def standardize(self, values: Float[Tensor, "B outputs"]) -> Outputs:
+    @property
+    def is_map(self) -> bool:
+        """Whether each position of an example has a target."""
+        return self.kind in get_args(MapKind)
+
+    def standardize(self, values: Outputs) -> Outputs:
         """Standardize values in float64, and round them to float32.
 
         >>> import torch
@@ -44,9 +54,10 @@ class Target:
         [[0.5]]
         """
         wide = values.double()
-        return ((wide - wide.new_tensor(self.mean)) / wide.new_tensor(self.std)).float()
+        mean, std = self._constants(wide)
+        return ((wide - mean) / std).float()
 
-    def predictions(self, scores: Logits) -> Outputs:
+    def predictions(self, scores: Outputs) -> Outputs:
         """Convert a model's outputs to what they mean.
 
         Args:
@@ -63,12 +74,17 @@ class Target:
         >>> Target(kind="multilabel").predictions(torch.tensor([[0.0, 0.0]])).tolist()
         [[0.5, 0.5]]
         """
-        if self.kind == "class":
+        if self.kind in ("class", "class_map"):
             return scores.float().softmax(dim=1)
         if self.kind == "multilabel":
             return scores.double().sigmoid()  # float32 would round probabilities near 1 to 1
         wide = scores.double()
-        return wide * wide.new_tensor(self.std) + wide.new_tensor(self.mean)
+        mean, std = self._constants(wide)
+        return wide * std + mean
+
+    def _constants(self, like: Outputs) -> tuple[Tensor, Tensor]:
+        shape = (-1, *[1] * (like.ndim - 2))
+        return like.new_tensor(self.mean).view(shape), like.new_tensor(self.std).view(shape)
 
 
 CLASSES = Target()

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from onescan.experiments.data.sequences import SequenceList as SequenceList
     from onescan.experiments.data.sequences import SequenceSet as SequenceSet
     from onescan.experiments.data.sequences import SequenceSplits as SequenceSplits
+    from onescan.experiments.data.solids import SolidsConfig as SolidsConfig
     from onescan.experiments.data.text import TextDatasetConfig as TextDatasetConfig
     from onescan.experiments.data.text_table import TextTableConfig as TextTableConfig
 
@@ -89,6 +90,7 @@ _MODULES = {
     "SequenceList": "sequences",
     "SequenceSet": "sequences",
     "SequenceSplits": "sequences",
+    "SolidsConfig": "solids",
     "Splits": "base",
     "TextDatasetConfig": "text",
     "TextTableConfig": "text_table",

@@ -1,31 +1,37 @@
-"""Labels and values of arrays: their kind, inferred from y, and their checks."""
+"""Targets of arrays: their kind, inferred from y, and the checks of labels and values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from onescan.checks import check_choice, check_distinct
-from onescan.experiments.data.base import listed
-from onescan.inputs.targets import TargetKind
+from onescan.experiments.data.array_maps import Maps, map_layout, unknown_note
+from onescan.experiments.data.base import listed, missing_classes_note
+from onescan.inputs.targets import Target, TargetKind, value_target
 from onescan.messages import plural
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
+Places = Int[Tensor, " part"]
 Rows = Float[Tensor, "rows outputs"]  # float64 values, or labels of 0 and 1
 
 COLUMNS = ("path", "labels")
 CHANGE = "if wrong, pass --data.target"
 
 
-def infer_kind(y: Array) -> TargetKind:
-    """Infer what y holds from its type and shape.
+def infer_kind(y: Array, sides: tuple[int, ...]) -> TargetKind:
+    """Infer what y holds from its type and shape, and the size of an example along each axis.
 
-    >>> infer_kind(np.array([0, 2])), infer_kind(np.eye(2, dtype=int)), infer_kind(np.eye(2))
-    ('class', 'multilabel', 'value')
+    >>> infer_kind(np.array([0, 2]), (9,)), infer_kind(np.eye(2, dtype=int), (9,))
+    ('class', 'multilabel')
+    >>> infer_kind(np.eye(2), (9,)), infer_kind(np.zeros((2, 9), int), (9,))
+    ('value', 'class_map')
     """
+    if y.ndim > len(sides) and map_layout(y, sides, channels_first=True):
+        return "value_map" if y.dtype.kind == "f" else "class_map"
     if y.dtype.kind == "f":
         return "value"
     is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
@@ -34,7 +40,9 @@ def infer_kind(y: Array) -> TargetKind:
     return "class"
 
 
-def read_kind(where: str, name: str, y: Array, kind: TargetKind | None) -> TargetKind:
+def read_kind(
+    where: str, name: str, y: Array, kind: TargetKind | None, sides: tuple[int, ...]
+) -> TargetKind:
     """Return the kind of target that y holds.
 
     Args:
@@ -42,14 +50,20 @@ def read_kind(where: str, name: str, y: Array, kind: TargetKind | None) -> Targe
         name: Name of the array.
         y: Labels or values of the training examples.
         kind: What the user expects, if anything.
+        sides: Size of an example along each axis.
 
     Raises:
-        ValueError: If the kind is unknown, or y is a table of integers that are not 0 and 1.
+        ValueError: If the kind is unknown, or y has a shape of no kind of target.
     """
     if kind is not None:
         check_choice("data.target", kind, get_args(TargetKind))
         return kind
-    found = infer_kind(y)
+    found = infer_kind(y, sides)
+    if found in ("class", "value") and y.ndim > 2:  # noqa: PLR2004
+        raise ValueError(
+            f"{where} {name} has shape {y.shape}, expected a target for each example, or for each "
+            f"position: {(len(y), *sides)}"
+        )
     is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
     if found == "class" and is_table and (odd := _odd_row(y)) is not None:
         raise ValueError(
@@ -140,6 +154,39 @@ def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str,
             "predictions, expected another name"
         )
     return names
+
+
+def fit_target(kind: TargetKind, labels: Any, places: Places) -> Target:
+    """Return the target of a kind; values are standardized as those of the given examples."""
+    if isinstance(labels, Maps):
+        return labels.fit(places) if kind == "value_map" else Target(kind=kind)
+    return value_target(labels[places]) if kind == "value" else Target(kind=kind)
+
+
+def target_notes(
+    kind: TargetKind, labels: Any, places: Places, names: Sequence[str], part: str
+) -> list[str]:
+    """Return notes on what the targets of some examples lack.
+
+    Args:
+        kind: Kind of the targets.
+        labels: Targets of all examples, as `ArrayDataset` has them.
+        places: The examples.
+        names: Names of the outputs.
+        part: What the examples are called: "training" or "test".
+    """
+    if isinstance(labels, Maps):
+        notes = unknown_note(labels, places, part)
+        if kind == "class_map":
+            counts = labels.count(places, len(names))
+            missing = [name for name, count in zip(names, counts, strict=True) if not count]
+            notes += [f"classes without {part} positions: {listed(missing)}"] if missing else []
+        return notes
+    of_part = labels[places]
+    if kind == "class":
+        return missing_classes_note(of_part, names, part=part)
+    note = constant_values_notes if kind == "value" else missing_labels_notes
+    return note(of_part, names, part)
 
 
 def missing_labels_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Labelled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
 
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,12 +16,13 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onescan.experiments.data.array_maps import Maps, map_note, read_maps
 from onescan.experiments.data.array_targets import (
-    constant_values_notes,
+    fit_target,
     kind_note,
-    missing_labels_notes,
     read_kind,
     read_rows,
+    target_notes,
 )
 from onescan.experiments.data.base import (
     DataConfig,
@@ -29,7 +31,6 @@ from onescan.experiments.data.base import (
     Splits,
     held_out_note,
     listed,
-    missing_classes_note,
     random_split,
     similar_names_note,
     stratified_split,
@@ -44,11 +45,12 @@ from onescan.inputs.images import (
     check_constants,
     native_type,
 )
-from onescan.inputs.targets import CLASSES, Target, TargetKind, value_target
+from onescan.inputs.targets import CLASSES, Target, TargetKind
 from onescan.shapes import Labels
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
-Targets = Shaped[Tensor, "N *outputs"]  # class indices, or labels or values as float64
+# class indices, or labels or values as float64; or maps
+Targets = Shaped[Tensor, "N *outputs"] | Maps
 
 LENGTHS = "lengths"  # name of the array of sizes
 SPLITS = ("train", "test")
@@ -82,7 +84,9 @@ class ArrayDatasetConfig(DataConfig):
     x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first. y
     of shape [N] holds class indices from 0, or strings, which name the classes; floats of shape [N]
     or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each example may have any
-    number. Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
+    number. If y has the axes of x, it holds a class at each position (integers), or values (floats,
+    NaN where they are not known), of shape [N, *axes, V] or [N, V, *axes] if there are several.
+    Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
     large compared with their standard deviation, as with Unix times, and otherwise in float32.
     Files that are not compressed are mapped into memory instead of being read.
 
@@ -98,8 +102,12 @@ class ArrayDatasetConfig(DataConfig):
     channels_first: bool = False
     """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
     target: TargetKind | None = None
-    """Whether y holds a class, several labels (multilabel) or real values (value); None infers it
-    from the type and shape of y."""
+    """Whether y holds a class, several labels (multilabel) or real values (value) of each example,
+    or a class (class_map) or real values (value_map) at each position; None infers it from the type
+    and shape of y."""
+    ignore_index: int | None = None
+    """In a map of classes, the value of y at positions without a class, such as 255. They are left
+    out of the loss and all scores."""
     test_fraction: float = 0.1
     """Fraction of the examples, or of each class, held out if there is no x_test."""
     split_seed: int = 0
@@ -134,24 +142,30 @@ class ArrayDatasetConfig(DataConfig):
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
         where = f"data.path is {self.path!r}, where"
-        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target)
-        labels: list[Any]
-        if kind == "class":
-            self._check_classes(labels_by_name)
-            outputs, labels = self._classes(labels_by_name)
-        else:
-            outputs, labels = read_rows(where, labels_by_name, kind, self.class_names)
+        sides = _sides(pairs[0][0].shape[1:], self.axes, channels_first=self.channels_first)
+        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target, sides)
+        outputs, labels = self._targets(labels_by_name, kind, sides)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
             for suffix, (x, _), each in zip(suffixes, pairs, labels, strict=True)
         ]
         sets = self._with_sizes(arrays, suffixes, sets)
+        if sets[0].sizes is not None and kind in ("class_map", "value_map"):
+            raise ValueError(
+                f"{where} x has lengths, but y has a target at each position, expected no lengths: "
+                "mark padding with data.ignore_index, or with NaN for values"
+            )
         notes = self._notes(arrays, suffixes, kind)
         if pairs[0][1].dtype.kind == "U":
             notes += similar_names_note(outputs)
         if kind != "class" and self.target is None:
-            notes.append(kind_note(kind, len(outputs), labels_by_name))
+            is_map = isinstance(labels[0], Maps)
+            notes.append(
+                map_note(len(outputs), labels)
+                if is_map
+                else kind_note(kind, len(outputs), labels_by_name)
+            )
         if has_splits:
             train, test = sets
             if (train.x.dtype == np.uint8) != (test.x.dtype == np.uint8):
@@ -168,10 +182,11 @@ class ArrayDatasetConfig(DataConfig):
                 )
         else:
             how: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
+            classes = labels[0] if kind == "class" else None
             parts = (
-                stratified_split(sets[0].labels, **how)
-                if kind == "class"
-                else random_split(len(sets[0]), **how)
+                random_split(len(sets[0]), **how)
+                if classes is None
+                else stratified_split(classes, **how)
             )
             train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
@@ -182,15 +197,9 @@ class ArrayDatasetConfig(DataConfig):
             test.check_finite()  # the statistics have read the training examples
         except NotFiniteError as error:
             raise ValueError(f"data.path is {self.path!r}, where {error}") from error
-        is_value = kind == "value"
-        target = value_target(train.labels[train.places]) if is_value else Target(kind=kind)
+        target = fit_target(kind, train.labels, train.places)
         for part, data in (("training", train), ("test", test)):
-            labels_of_part = data.labels[data.places]
-            if kind == "class":
-                notes += missing_classes_note(labels_of_part, outputs, part=part)
-            else:
-                note = constant_values_notes if is_value else missing_labels_notes
-                notes += note(labels_of_part, outputs, part)
+            notes += target_notes(kind, data.labels, data.places, outputs, part)
         found: dict[str, Any] = {"class_names": outputs, "target": target}
         if isinstance(format, ImageFormat):
             return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **found)
@@ -210,7 +219,35 @@ class ArrayDatasetConfig(DataConfig):
         if self.target is not None or name not in arrays:  # `build` reports a missing one
             return self.target or "class"
         where = f"data.path is {self.path!r}, where"
-        return read_kind(where, name, self._array(arrays, name), None)
+        config, _ = self.infer_layout()
+        shape = self._array(arrays, "x_train" if "x_train" in arrays else "x").shape[1:]
+        sides = _sides(shape, config.axes, channels_first=config.channels_first)
+        return read_kind(where, name, self._array(arrays, name), None, sides)
+
+    def _targets(
+        self, labels: Mapping[str, Array], kind: TargetKind, sides: tuple[int, ...]
+    ) -> tuple[tuple[str, ...], list[Any]]:
+        """Check the targets of each split; return the names of the outputs, and the targets."""
+        where = f"data.path is {self.path!r}, where"
+        if self.ignore_index is not None and kind != "class_map":
+            raise ValueError(
+                f"data.ignore_index is {self.ignore_index}, expected None unless y holds a class "
+                "at each position"
+            )
+        if kind == "class":
+            self._check_classes(labels)
+            return self._classes(labels)
+        if kind == "class_map" or kind == "value_map":
+            return read_maps(
+                where,
+                labels,
+                kind,
+                sides=sides,
+                channels_first=self.channels_first,
+                names=self.class_names,
+                ignore_index=self.ignore_index,
+            )
+        return read_rows(where, labels, kind, self.class_names)
 
     def _notes(
         self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
@@ -233,7 +270,8 @@ class ArrayDatasetConfig(DataConfig):
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
         """Infer the number of axes and the place of the channels from the shape of x.
 
-        If `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
+        If y has the shape of x, or of x without one axis, that axis holds the channels. Otherwise,
+        if `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
         channels, or B if they are equal. In all other cases, the channels are an axis of up to 4
         values: the last one or else, before at least one more axis, axis 1.
 
@@ -256,6 +294,9 @@ class ArrayDatasetConfig(DataConfig):
         is_signal = axes == 1 and len(shape) == SIGNAL_AXES
         is_last = len(shape) > 1 and shape[-1] <= (shape[0] if is_signal else MAX_CHANNELS)
         is_first = not is_last and len(shape) > 1 and (is_signal or shape[0] <= MAX_CHANNELS)
+        if len(sides := self._map_sides(arrays, name)) > 1:
+            is_signal = False
+            is_last, is_first = shape[:-1] == sides, shape[1:] == sides and shape[:-1] != sides
         if "channels_first" not in given:
             channels_first = is_first
         elif channels_first:
@@ -279,6 +320,14 @@ class ArrayDatasetConfig(DataConfig):
                 flag = "" if few else " --data.channels-first"
                 hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
         return config, hint
+
+    def _map_sides(self, arrays: Mapping[str, "_Open"], name: str) -> tuple[int, ...]:
+        """Return the shape of y's examples if it tells where the channels of x are, or ()."""
+        other = f"y{name[1:]}"
+        if other not in arrays:
+            return ()
+        shape, sides = self._array(arrays, name).shape[1:], self._array(arrays, other).shape[1:]
+        return sides if sides in (shape, shape[:-1], shape[1:]) else ()
 
     def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Array]:
         """Open x and y of a split, and check x and the length of y."""
@@ -423,6 +472,13 @@ class ArrayDatasetConfig(DataConfig):
         )
 
 
+def _sides(shape: tuple[int, ...], axes: int, *, channels_first: bool) -> tuple[int, ...]:
+    """Return the size of an example along each axis, without its channels."""
+    if len(shape) == axes:
+        return shape
+    return shape[1:] if channels_first else shape[:-1]
+
+
 class NotFiniteError(ValueError):
     """An example with values that are not finite."""
 
@@ -436,7 +492,8 @@ class ArrayDataset(ImageSet):
 
     Attributes:
         x: All examples, with or without channels.
-        labels: Class index of each example; or its labels or values, as float64 [N, outputs].
+        labels: Class index of each example; or its labels or values, as float64 [N, outputs]; or
+            maps.
         places: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
         channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
@@ -471,9 +528,8 @@ class ArrayDataset(ImageSet):
     def shape(self) -> tuple[int, ...]:
         """Channels and size of each axis, padding included."""
         shape = self.x.shape[1:]
-        if len(shape) == self.axes:
-            return 1, *shape
-        return shape if self.channels_first else (shape[-1], *shape[:-1])
+        sides = _sides(shape, self.axes, channels_first=self.channels_first)
+        return math.prod(shape) // math.prod(sides), *sides
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch.
@@ -481,8 +537,8 @@ class ArrayDataset(ImageSet):
         Raises:
             ValueError: If a value is not finite; names the example.
         """
-        places = self.places[[example.source for example in examples]].numpy()
-        values, *keep = self._values(places)
+        places = self.places[[example.source for example in examples]]
+        values, *keep = self._values(places.numpy())
         return LoadedBatch((values, self.labels[places], *keep))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -578,14 +634,16 @@ class ArrayDataset(ImageSet):
 class ArraySplits(Splits):
     """Training and held-out arrays, and how to read both."""
 
-    train: ArrayDataset
-    test: ArrayDataset
+    train: ImageSet
+    test: ImageSet
     class_names: tuple[str, ...]
     format: ArrayFormat
     target: Target = CLASSES
 
 
-def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) -> ArrayDataset:
+def read_inputs(
+    path: str, format: GridFormat, *, channels_first: bool = False, any_size: bool = False
+) -> ArrayDataset:
     """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
 
     Args:
@@ -593,6 +651,7 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
             another one. Without lengths, all examples have the size of the array.
         format: Format that the model was trained on.
         channels_first: Layout to prefer if x fits with channels first and with channels last.
+        any_size: Accept examples of other sizes than those of the training data.
 
     Returns:
         The examples, with labels 0.
@@ -616,6 +675,7 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
     if x.dtype.kind not in "fiub":
         raise ValueError(f"{path}: {name} holds {x.dtype}, expected real numbers")
     shape = format.shape if isinstance(format, ArrayFormat) else _image_size(format)
+    any_size = any_size or format.is_ragged
     rows = torch.arange(len(x) if x.ndim else 0)
     for is_first in (channels_first, not channels_first):
         data = ArrayDataset(
@@ -627,14 +687,14 @@ def read_inputs(path: str, format: GridFormat, *, channels_first: bool = False) 
             dtype=_read_as(format),
             name=name,
         )
-        compared = 1 if format.is_ragged else None  # only the channels
-        whole = (format.channels, *shape)
-        if x.ndim - len(shape) in (1, 2) and data.shape[:compared] == whole[:compared]:
-            if lengths is None:
-                return data
-            read = read_sizes(f"{path}:", LENGTHS, lengths, len(x), data.shape[1:])
-            return replace(data, sizes=read)
-    sizes = ", ".join("any size" if format.is_ragged else str(size) for size in shape)
+        if x.ndim - len(shape) in (1, 2) and 0 not in x.shape:
+            channels, *sides = data.shape
+            if channels == format.channels and (any_size or tuple(sides) == shape):
+                if lengths is None:
+                    return data
+                read = read_sizes(f"{path}:", LENGTHS, lengths, len(x), sides)
+                return replace(data, sizes=read)
+    sizes = ", ".join("any size" if any_size else str(size) for size in shape)
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
     if format.channels == 1:
         expected = f"[N, {sizes}]"

@@ -18,6 +18,7 @@ from onescan.experiments.data.images import ImageSet, ImageSplits
 from onescan.experiments.data.order import derive_seed
 from onescan.inputs.image_files import BytePixels
 from onescan.inputs.images import ImageFormat
+from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import Labels
 
 SIDE, INK = 8, 16  # side of a digit in pixels before it is enlarged, and its largest pixel value
@@ -57,6 +58,9 @@ class CanvasDigitsConfig(DataConfig):
     validate: bool = False
     """Leave out the test digits, and hold out part of the training digits in their place. For
     choosing hyperparameters."""
+    masks: bool = False
+    """Whether the target is the class of each pixel instead of the image: "background", or the
+    digit where its stroke has at least half of the strongest ink."""
     background_seed: int = 0
     """Random seed of the positions and textures of test images. Those of training images depend on
     `training.seed`."""
@@ -91,11 +95,13 @@ class CanvasDigitsConfig(DataConfig):
             DigitImages(config=self, ink=ink[part], labels=labels[part], digits=part)
             for part in (train, test)
         ]
+        names = tuple(str(name) for name in digits.target_names)
         return ImageSplits(
             train=sets[0],
             test=sets[1],
-            class_names=tuple(str(name) for name in digits.target_names),
+            class_names=("background", *names) if self.masks else names,
             format=format,
+            target=Target(kind="class_map") if self.masks else CLASSES,
         )
 
     def _check(self) -> None:
@@ -154,8 +160,10 @@ class DigitImages(ImageSet):
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         places = torch.tensor([example.source for example in examples], dtype=torch.long)
-        background = self.backgrounds(examples)
-        return LoadedBatch((self._draw(self.ink[places], background), self.labels[places]))
+        background, ink = self.backgrounds(examples), self.ink[places]
+        labels = self.labels[places]
+        target = self._masks(ink, labels, background) if self.config.masks else labels
+        return LoadedBatch((self._draw(ink, background), target))
 
     def backgrounds(self, examples: Sequence[Example]) -> Background:
         """Generate a position and a texture for each example, which do not depend on the batch."""
@@ -195,13 +203,27 @@ class DigitImages(ImageSet):
 
     def _draw(self, ink: UInt8[Tensor, "B 8 8"], background: Background) -> BytePixels:
         """Draw the digits on the textures by adding the brightness of their strokes."""
-        scale, texture = self.config.scale, background.texture.clone()
         brightest = WHITE - round(self.config.texture_contrast * WHITE)
-        strokes = ink.int() * brightest // INK
-        strokes = strokes.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
-        image = torch.arange(len(ink))[:, None, None]
+        texture = background.texture.clone()
+        texture[self._places(background)] += self._enlarged(ink.int() * brightest // INK)
+        return rearrange(texture.byte(), "b h w -> b 1 h w")
+
+    def _masks(
+        self, ink: UInt8[Tensor, "B 8 8"], labels: Labels, background: Background
+    ) -> Int[Tensor, "B height width"]:
+        """Return 0 for pixels of the background, and 1 + digit for pixels of strokes."""
+        masks = torch.zeros(background.texture.shape, dtype=torch.long)
+        is_stroke = self._enlarged((2 * ink.int() >= INK).int())
+        masks[self._places(background)] = is_stroke * (1 + labels[:, None, None])
+        return masks
+
+    def _enlarged(self, digits: Int32[Tensor, "B 8 8"]) -> Int32[Tensor, "B size size"]:
+        scale = self.config.scale
+        return digits.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
+
+    def _places(self, background: Background) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the indices of the pixels that the digits cover."""
         inside = torch.arange(self.config.digit_size)
         rows = background.top[:, None, None] + inside[:, None]
         columns = background.left[:, None, None] + inside
-        texture[image, rows, columns] += strokes
-        return rearrange(texture.byte(), "b h w -> b 1 h w")
+        return torch.arange(len(rows))[:, None, None], rows, columns

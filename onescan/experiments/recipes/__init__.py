@@ -16,6 +16,7 @@ from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
 # file of this folder -> kind of its recipes
 KINDS = {
     "digits": "Image classification",
+    "segmentation": "Segmentation",
     "own_data": "Your own data",
     "images": "Image classification",
     "generation": "Image generation",

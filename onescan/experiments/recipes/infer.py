@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,21 +26,28 @@ from onescan.experiments.data.glue import GlueSet
 from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
+    DenseRegressionConfig,
     ImageClassificationConfig,
     MultilabelClassificationConfig,
     RegressionConfig,
+    SegmentationConfig,
 )
 from onescan.experiments.tasks.base import fitting_batch_size
+from onescan.experiments.tasks.dense import DenseTaskConfig
 from onescan.experiments.tasks.grid import NOUNS, UNITS
 from onescan.experiments.training import RunConfig
 from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
-from onescan.inputs.targets import CLASSES, TargetKind
+from onescan.inputs.targets import CLASSES, MapKind, TargetKind
 from onescan.inputs.tokenizer import BYTES
+from onescan.layers.mixers import LightNetMixerConfig
+from onescan.layers.position import ToeplitzPositionConfig
 from onescan.messages import named_type, plural
 from onescan.models.denoiser import DenoiserConfig
+from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 SMALL = 2_000  # training examples below which models and images are small
@@ -58,7 +65,16 @@ HALF = 0.5  # mean and standard deviation that map pixels from [0, 1] to [-1, 1]
 INFERRED = frozenset(  # fields that `infer` sets for data of some kind, in any part of the config
     (
         *("channels", "image_size", "mean", "std", "labeled", "fill", "length", "vocab_size"),
-        *("patch_size", "num_classes", "width", "depth", "num_heads", "batch_size", "epochs"),
+        *(
+            "patch_size",
+            "num_classes",
+            "out_channels",
+            "width",
+            "depth",
+            "num_heads",
+            "batch_size",
+            "epochs",
+        ),
     )
 )
 EVALUATIONS = 10  # of denoisers and language models
@@ -66,7 +82,15 @@ TASKS: dict[TargetKind, Any] = {
     "class": ImageClassificationConfig,
     "multilabel": MultilabelClassificationConfig,
     "value": RegressionConfig,
+    "class_map": SegmentationConfig,
+    "value_map": DenseRegressionConfig,
 }
+DENSE_MODEL = DensePredictorConfig(
+    mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
+    position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
+    drop_path=0.0,
+    init_std=0.1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +111,14 @@ CLASSIFIER = Scale(
     sizes=((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6)),
     seen=12_000,
     epochs=(20, 120),
+)
+
+
+DENSE_PREDICTOR = Scale(
+    sizes=((SMALL, 64, 4, 4), (20_000, 128, 6, 4), (math.inf, 192, 6, 6)),
+    seen=6_000,
+    epochs=(20, 120),
+    batch_size=16,
 )
 
 
@@ -132,10 +164,16 @@ def for_path(run: RunConfig, path: str, target: TargetKind | None = None) -> Run
 def _for_target(run: RunConfig, kind: TargetKind) -> RunConfig:
     """Return the run with a task that learns targets of a kind, unless it has one, or a denoiser's.
 
-    Images are not augmented if the targets are values, such as an angle, which could change.
+    Images are not augmented if the targets are values, such as an angle, which could change. A
+    classifier becomes a dense predictor for targets at each position, but not the reverse.
     """
     if not isinstance(run.task, tuple(TASKS.values())) or isinstance(run.task, TASKS[kind]):
         return run
+    if kind in get_args(MapKind):
+        model = DENSE_MODEL if isinstance(run.model, ImageClassifierConfig) else run.model
+        return dataclasses.replace(run, task=TASKS[kind](), model=model)
+    if isinstance(run.task, DenseTaskConfig):
+        return run  # whose `build` reports the other targets
     augment = None if kind == "value" else getattr(run.task, "augment", None)
     return dataclasses.replace(run, task=TASKS[kind](augment=augment))
 
@@ -321,13 +359,16 @@ def _sized(
     """Choose model and training from the shape and number of the examples; describe the run."""
     train, test, names = len(splits.train), len(splits.test), splits.class_names
     is_denoiser = isinstance(run.model, DenoiserConfig)
+    is_dense = isinstance(run.model, DensePredictorConfig)
     patch_size = patches(shape, finest=is_denoiser)
     classes = 0 if is_denoiser and len(names) == 1 else len(names)
     run = _changed(run, {"model.image_size": shape, "model.patch_size": patch_size}, given)
     run = _changed(run, {"model.channels": channels, "model.num_classes": classes}, given)
+    run = _changed(run, {"model.out_channels": classes}, given)
     if is_denoiser and not classes:
         run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
-    run = _scaled(run, train, DENOISER if is_denoiser else CLASSIFIER, given)
+    scale = DENOISER if is_denoiser else DENSE_PREDICTOR if is_dense else CLASSIFIER
+    run = _scaled(run, train, scale, given)
     sizes = _sizes(splits, shape)
     unit = "pixels" if len(shape) == IMAGE_AXES else "values"
     if isinstance(run.data, ImageDatasetConfig):
@@ -364,7 +405,7 @@ def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) ->
     fewest, most = scale.epochs
     epochs = min(max(math.ceil(scale.seen / train), fewest), most)
     run = _changed(run, {"training.batch_size": batch, "training.epochs": epochs}, given)
-    if scale is CLASSIFIER:
+    if scale in (CLASSIFIER, DENSE_PREDICTOR):
         return run
     every = run.training.epochs / EVALUATIONS
     return _changed(
@@ -382,8 +423,11 @@ def _counts(
 ) -> str:
     shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
     counts = f"{train:,} training and {test:,} test {noun}"
+    if kind == "class_map":
+        return f"{counts} with one of {len(names)} classes at each position ({shown})"
     if kind != "class":
-        return f"{counts} with {plural(len(names), NOUNS[kind])} each ({shown})"
+        each = "at each position" if kind == "value_map" else "each"
+        return f"{counts} with {plural(len(names), NOUNS[kind])} {each} ({shown})"
     return f"{counts} in {len(names)} classes ({shown})" if len(names) > 1 else counts
 
 

@@ -11,7 +11,15 @@ from onescan.experiments.data import (
     TextTableConfig,
 )
 from onescan.experiments.recipes import table
-from onescan.experiments.recipes.infer import AUGMENT, HALF, INFERRED, ROW, adapt, infer
+from onescan.experiments.recipes.infer import (
+    AUGMENT,
+    DENSE_MODEL,
+    HALF,
+    INFERRED,
+    ROW,
+    adapt,
+    infer,
+)
 from onescan.experiments.recipes.small_text import (
     SMALL_LM,
     SMALL_MASKS,
@@ -23,6 +31,7 @@ from onescan.experiments.tasks import (
     ImageGenerationConfig,
     LanguageModellingConfig,
     RegressionConfig,
+    SegmentationConfig,
     SequenceClassificationConfig,
     TaskConfig,
 )
@@ -99,6 +108,27 @@ def regressor() -> RunConfig:
         name="regressor",
         data=ArrayDatasetConfig(path="", test_fraction=0.15, target="value"),
         task=RegressionConfig(),
+    )
+
+
+def segmenter() -> RunConfig:
+    """LightNet that predicts a class, or values, at each position of your signals, images, volumes.
+
+    onescan train segmenter --data.path scans.npz
+    onescan predict runs/segmenter/seed-0 new.npz --out classes.npz
+
+    The .npz file, or a folder of .npy files, holds x as for signal_classifier, and y with the axes
+    of x: integers are the class at each position (--data.ignore-index 255 leaves out positions with
+    that value), and floats are values (NaN where they are not known). Examples that are too large
+    for memory are read in windows, such as --task.window 64 64 64. Settings are inferred and
+    printed as for image_classifier.
+    """
+    return dataclasses.replace(
+        image_classifier(),
+        name="segmenter",
+        data=ArrayDatasetConfig(path="", test_fraction=0.15),
+        task=SegmentationConfig(),
+        model=DENSE_MODEL,
     )
 
 
@@ -206,13 +236,16 @@ RECIPES = {
     name: dataclasses.replace(
         recipe,
         infer=infer,
-        inferred=INFERRED if name.endswith(("classifier", "regressor")) else INFERRED | EVERY,
+        inferred=INFERRED
+        if name.endswith(("classifier", "regressor", "segmenter"))
+        else INFERRED | EVERY,
         adapt=adapt,
     )
     for name, recipe in table(
         image_classifier,
         signal_classifier,
         regressor,
+        segmenter,
         text_classifier,
         image_denoiser,
         language_model,

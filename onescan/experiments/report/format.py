@@ -9,7 +9,15 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 LONGEST_LABEL = 24
 MINUTE, HOUR = 60, 3600
 GIB = 1024  # MiB
-SPELLED = {"top5": "top-5", "mae": "MAE", "rmse": "RMSE", "r2": "R\N{SUPERSCRIPT TWO}", "f1": "F1"}
+SPELLED = {
+    "top5": "top-5",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "r2": "R\N{SUPERSCRIPT TWO}",
+    "f1": "F1",
+    "iou": "IoU",
+    "dice": "Dice",
+}
 ACCURACY = "accuracy"  # suffix of metrics that are shares; higher is better
 
 

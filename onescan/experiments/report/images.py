@@ -37,6 +37,7 @@ from onescan.inputs.image_files import open_image
 from onescan.inputs.images import unit_pixels
 from onescan.messages import plural
 from onescan.models.denoiser import Denoiser
+from onescan.models.dense_predictor import DensePredictor
 from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Grids, Images, Labels, Pictures
 
@@ -151,7 +152,7 @@ def to_bytes(pixels: Images) -> UInt8[np.ndarray, "B height width rgb"]:
     return rearrange(pixels, "b c h w -> b h w c").numpy()
 
 
-def patch_grid(model: ImageClassifier | Denoiser) -> tuple[int, ...]:
+def patch_grid(model: ImageClassifier | Denoiser | DensePredictor) -> tuple[int, ...]:
     """Return the number of patches along each axis at the model's usual image size."""
     config = model.config
     return model.patchify.grid_shape((config.channels, *config.image_size))

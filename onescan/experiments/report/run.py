@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 from onescan.experiments.recipes import RECIPES, find_recipe
-from onescan.experiments.report import decays, diffusion, images, mixers, targets, texts
+from onescan.experiments.report import decays, diffusion, images, maps, mixers, targets, texts
 from onescan.experiments.report.format import (
     ACCURACY,
     GIB,
@@ -56,6 +56,7 @@ from onescan.experiments.report.runs import (
     read_run_group,
 )
 from onescan.experiments.tasks import (
+    DenseRegressionConfig,
     GlueConfig,
     ImageClassificationConfig,
     ImageGeneration,
@@ -65,6 +66,7 @@ from onescan.experiments.tasks import (
     MultilabelClassificationConfig,
     RecallTaskConfig,
     RegressionConfig,
+    SegmentationConfig,
     SequenceClassificationConfig,
     TaskConfig,
 )
@@ -75,6 +77,7 @@ from onescan.experiments.training.logging import Split
 from onescan.messages import plural
 from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
+from onescan.models.dense_predictor import DensePredictor
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.presets import ABLATIONS
@@ -142,10 +145,16 @@ def _lead(group: RunGroup) -> str:
     task, model, unit = group.task, group.model, group.task.unit
     noun = images.noun(group)
     kind_of_target = task.target.kind
-    predictor = "regression model" if kind_of_target == "value" else "classifier"
+    predictors = {
+        "value": "regression model",
+        "class_map": "segmentation model",
+        "value_map": "dense regression model",
+    }
+    predictor = predictors.get(kind_of_target, "classifier")
     classifier = predictor if noun == "example" else f"{noun} {predictor}"
     kinds = {
         ImageClassifier: f"This {classifier}",
+        DensePredictor: f"This {classifier}",
         Denoiser: "This denoiser turns noise into images, step by step. It",
         CausalLM: "This language model predicts the next token. It",
         MaskedLM: "This language model predicts masked tokens. It",
@@ -155,8 +164,11 @@ def _lead(group: RunGroup) -> str:
     if isinstance(group.config.task, RecallTaskConfig):
         kind = "This model reads pairs of a key and a value, and then recalls values by key. It"
     classes = f" of {plural(len(group.class_names), 'class')}" * bool(group.class_names)
-    if kind_of_target != "class":
-        classes = f" with {plural(len(group.class_names), NOUNS[kind_of_target])} each"
+    if kind_of_target == "class_map":
+        classes = f" with one of {plural(len(group.class_names), 'class')} at each position"
+    elif kind_of_target != "class":
+        where = "at each position" if kind_of_target == "value_map" else "each"
+        classes = f" with {plural(len(group.class_names), NOUNS[kind_of_target])} {where}"
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
         held_out = len(images.held_out_labels(group))  # unreadable ones are left out
@@ -180,7 +192,7 @@ def _lead(group: RunGroup) -> str:
         f" It has {plural(config.depth, 'block')} of width {config.width} with "
         f"{' and '.join(kinds_of_mixers)}"
     )
-    if not isinstance(model, ImageClassifier | Denoiser):
+    if not isinstance(model, ImageClassifier | Denoiser | DensePredictor):
         return f"{about}, and a vocabulary of {config.vocab_size:,} tokens."
     patches = math.prod(images.patch_grid(model))
     size, patch = (f" {TIMES} ".join(map(str, n)) for n in (config.image_size, config.patch_size))
@@ -332,6 +344,10 @@ def _is_plain(value: Any) -> bool:
 # Curves
 
 MEANINGS = {  # by the end of a metric's name
+    "mean_iou": "Intersection of the predicted and the true positions of a class over their union. "
+    "Mean over classes.",
+    "mean_dice": "Harmonic mean of precision and recall over the positions of a class. Mean over "
+    "classes.",
     "top5_accuracy": "Share of held-out {unit} whose class is among the five most likely.",
     "label_accuracy": "Share of generated images that a classifier assigns to the requested class.",
     "accuracy": "Share of {right}.",
@@ -358,6 +374,7 @@ MEANINGS = {  # by the end of a metric's name
 }
 VALUE_ERRORS = ("r2", "rmse", "mae")
 RIGHT: dict[type[TaskConfig], str] = {  # what accuracy is a share of
+    SegmentationConfig: "held-out positions whose class is predicted",
     LanguageModellingConfig: "held-out tokens that the model ranks first",
     MaskedLanguageModellingConfig: "masked tokens that the model ranks first",
     RecallTaskConfig: "queries in held-out sequences that are answered correctly",
@@ -376,7 +393,9 @@ def training(group: RunGroup) -> Section:
         loss = test_loss = "Squared error"
     elif isinstance(task, MultilabelClassificationConfig):
         loss = test_loss = "Binary cross-entropy"
-    elif isinstance(task, RegressionConfig):
+    elif isinstance(task, SegmentationConfig) and task.dice_weight:
+        loss = test_loss = "Cross-entropy plus Dice loss"
+    elif isinstance(task, RegressionConfig | DenseRegressionConfig):
         names = {"l2": "Squared error", "l1": "Absolute error", "huber": "Huber loss"}
         loss = test_loss = f"{names[task.loss]} of standardized values"
     smoothing = getattr(task, "label_smoothing", 0.0)
@@ -620,4 +639,6 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     SequenceClassificationConfig: (training, speed, decays.learned_decays),
     MultilabelClassificationConfig: (training, speed, targets.labels, *LAYERS),
     RegressionConfig: (training, speed, targets.values, *LAYERS),
+    SegmentationConfig: (training, speed, maps.classes, *LAYERS),
+    DenseRegressionConfig: (training, speed, maps.values, *LAYERS),
 }

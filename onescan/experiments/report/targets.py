@@ -37,12 +37,12 @@ def values(group: RunGroup) -> Section:
     rows: list[tuple[object, ...]] = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "deviation")]
     for i, name in enumerate(names):
         of_seeds = [score[i] for score in scores]
-        errors = (_over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))
+        errors = (over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))
         rows.append((name, *errors, f"{true[:, i].std():.4g}"))
     caption = (
         f"Errors on held-out {group.task.unit}, in the units of each value. R\N{SUPERSCRIPT TWO} "
         "is the share of the variance that is explained. The last column is the standard deviation "
-        f"of the true values, which is the RMSE of predicting their mean.{_spread(group)}"
+        f"of the true values, which is the RMSE of predicting their mean.{spread(group)}"
     )
     table = Figure("Errors of each value", fragment("table", rows, "numbers lined"), caption, 3)
     return Section("Predicted values", [table, *figures], _omitted(len(names)))
@@ -59,7 +59,7 @@ def labels(group: RunGroup) -> Section:
     for i, name in enumerate((*group.class_names, "all labels")):
         of_seeds = [(*by_label, total)[i] for by_label, total in scores]
         shares = (
-            _over_seeds((getattr(score, key) for score in of_seeds), partial(percent, digits=1))
+            over_seeds((getattr(score, key) for score in of_seeds), partial(percent, digits=1))
             for key in columns
         )
         rows.append((name, f"{of_seeds[0].support:,}", *shares))
@@ -68,16 +68,16 @@ def labels(group: RunGroup) -> Section:
         f"{len(arrays[0]['labels']):,}. Precision, recall and F1 are those of labels with a "
         "probability above 50%; average precision is the area under the curve of precision over "
         "recall. The last row pools all labels; macro F1 and mean average precision are means over "
-        f"labels instead.{_spread(group)}"
+        f"labels instead.{spread(group)}"
     )
     figure = Figure("Scores of each label", fragment("table", rows, "numbers lined"), caption, 3)
     return Section("Labels", [figure])
 
 
-def _over_seeds(numbers: Iterable[float], format: Callable[[float], str] = "{:.4g}".format) -> str:
+def over_seeds(numbers: Iterable[float], format: Callable[[float], str] = "{:.4g}".format) -> str:
     """Format the mean and, of several seeds, the standard deviation; a dash if it is undefined.
 
-    >>> _over_seeds([1.0, 2.0]), _over_seeds([math.nan])
+    >>> over_seeds([1.0, 2.0]), over_seeds([math.nan])
     ('1.5 ± 0.7071', '-')
     """
     values = list(numbers)
@@ -87,7 +87,8 @@ def _over_seeds(numbers: Iterable[float], format: Callable[[float], str] = "{:.4
     return format(statistics.mean(values)) + spread
 
 
-def _spread(group: RunGroup) -> str:
+def spread(group: RunGroup) -> str:
+    """Return the end of a caption that says what the numbers of several seeds are."""
     return " Numbers are means and standard deviations over seeds." * (len(group.runs) > 1)
 
 

@@ -15,6 +15,10 @@ from onescan.experiments.tasks.base import TaskConfig as TaskConfig
 from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from onescan.experiments.tasks.dense_regression import DenseRegression as DenseRegression
+    from onescan.experiments.tasks.dense_regression import (
+        DenseRegressionConfig as DenseRegressionConfig,
+    )
     from onescan.experiments.tasks.distillation import DistillationConfig as DistillationConfig
     from onescan.experiments.tasks.glue import Glue as Glue
     from onescan.experiments.tasks.glue import GlueConfig as GlueConfig
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     from onescan.experiments.tasks.recall import RecallTaskConfig as RecallTaskConfig
     from onescan.experiments.tasks.regression import Regression as Regression
     from onescan.experiments.tasks.regression import RegressionConfig as RegressionConfig
+    from onescan.experiments.tasks.segmentation import Segmentation as Segmentation
+    from onescan.experiments.tasks.segmentation import SegmentationConfig as SegmentationConfig
     from onescan.experiments.tasks.sequence_classification import (
         SequenceClassification as SequenceClassification,
     )
@@ -59,6 +65,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "Batch": "base",
     "BatchPlan": "base",
+    "DenseRegression": "dense_regression",
+    "DenseRegressionConfig": "dense_regression",
     "DistillationConfig": "distillation",
     "Evaluation": "base",
     "Glue": "glue",
@@ -79,6 +87,8 @@ _MODULES = {
     "Regression": "regression",
     "RegressionConfig": "regression",
     "Rows": "base",
+    "Segmentation": "segmentation",
+    "SegmentationConfig": "segmentation",
     "SequenceClassification": "sequence_classification",
     "SequenceClassificationConfig": "sequence_classification",
     "Task": "base",

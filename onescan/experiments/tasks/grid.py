@@ -1,4 +1,4 @@
-"""The part that tasks share whose model maps a whole grid of values to one row of numbers."""
+"""The part that tasks on grids share, and the part that those with a row of numbers share."""
 
 import math
 from abc import abstractmethod
@@ -29,26 +29,40 @@ from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.shapes import Logits
 
 UNITS = {1: "signals", 2: "images"}  # what examples are called, by their number of axes
-NOUNS: dict[TargetKind, str] = {"class": "class", "multilabel": "label", "value": "value"}
+NOUNS: dict[TargetKind, str] = {
+    "class": "class",
+    "multilabel": "label",
+    "value": "value",
+    "class_map": "class",
+    "value_map": "value",
+}
+READ_AS: dict[TargetKind, str] = {
+    "class": "a class",
+    "multilabel": "several labels",
+    "value": "real values",
+    "class_map": "a class at each position",
+    "value_map": "real values at each position",
+}
 CONFIGS: dict[TargetKind, str] = {
     "class": "ImageClassificationConfig",
     "multilabel": "MultilabelClassificationConfig",
     "value": "RegressionConfig",
+    "class_map": "SegmentationConfig",
+    "value_map": "DenseRegressionConfig",
 }
 
 
 def check_target(config: TaskConfig, data: ImageSplits | ArraySplits, kind: TargetKind) -> None:
     """Raise ValueError if the data has targets of another kind than the task learns."""
     if (found := data.target.kind) != kind:
-        read = {"class": "a class", "multilabel": "several labels", "value": "real values"}[found]
         raise ValueError(
-            f"task is {named_type(config)}, but the target of each example is {read}, expected "
-            f"{CONFIGS[found]}; data.target sets how y is read"
+            f"task is {named_type(config)}, but the target of each example is {READ_AS[found]}, "
+            f"expected {CONFIGS[found]}; data.target sets how y is read"
         )
 
 
 class GridTask(Task):
-    """A task on signals, images or volumes with a class, several labels or values each."""
+    """A task on signals, images or volumes."""
 
     def __init__(
         self,

@@ -71,9 +71,10 @@ class ImageGenerationConfig(TaskConfig):
             ImportError: If diffusers, which samples the images, is not installed.
         """
         if isinstance(data, ArraySplits):
+            kind = "bytes" if data.format.is_bytes else "numbers"
             raise ValueError(
-                f"data has shape {data.train.shape} and type {data.train.x.dtype}, expected images "
-                "of 1 or 3 channels in bytes"
+                f"data has {kind} of shape {(data.format.channels, *data.format.shape)}, expected "
+                "images of 1 or 3 channels in bytes"
             )
         if isinstance(data, ImageSplits) and data.target.kind != "class":
             raise ValueError(

@@ -1,7 +1,7 @@
 """Regression: predict one or several real numbers of each example."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -69,21 +69,12 @@ class Regression(RowTask):
 
     def evaluate(self, rows: Rows) -> Evaluation:
         scores = value_scores(rows["labels"], rows["predictions"])
-        metrics = {}
-        if any(not math.isnan(score.r2) for score in scores):
-            metrics["r2"] = mean(score.r2 for score in scores)
-        metrics["rmse"] = mean(score.rmse for score in scores)
-        metrics["mae"] = mean(score.mae for score in scores)
-        if 1 < len(scores) <= MAX_LISTED:
-            for name, score in zip(self.class_names, scores, strict=True):
-                own = {"r2": score.r2, "rmse": score.rmse, "mae": score.mae}
-                metrics |= {f"{name}_{key}": x for key, x in own.items() if not math.isnan(x)}
+        metrics = value_metrics(scores, self.class_names)
         metrics["loss"] = rows["losses"].mean().item()
         return Evaluation(metrics=metrics, arrays=rows)
 
     def score(self, metrics: dict[str, float]) -> float:
-        """Return R2, or the negative RMSE if R2 is not defined because all values are equal."""
-        return metrics["r2"] if "r2" in metrics else -metrics["rmse"]
+        return value_score(metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +87,25 @@ class ValueScore:
     """Root of the mean squared error."""
     r2: float
     """Share of the variance that is explained; NaN if the true values are all equal."""
+
+
+def value_metrics(scores: Sequence[ValueScore], names: Sequence[str]) -> dict[str, float]:
+    """Return the mean R2, RMSE and MAE over values, and those of each value if there are few."""
+    metrics = {}
+    if any(not math.isnan(score.r2) for score in scores):
+        metrics["r2"] = mean(score.r2 for score in scores)
+    metrics["rmse"] = mean(score.rmse for score in scores)
+    metrics["mae"] = mean(score.mae for score in scores)
+    if 1 < len(scores) <= MAX_LISTED:
+        for name, score in zip(names, scores, strict=True):
+            own = {"r2": score.r2, "rmse": score.rmse, "mae": score.mae}
+            metrics |= {f"{name}_{key}": x for key, x in own.items() if not math.isnan(x)}
+    return metrics
+
+
+def value_score(metrics: Mapping[str, float]) -> float:
+    """Return R2, or the negative RMSE if R2 is not defined because all values are equal."""
+    return metrics["r2"] if "r2" in metrics else -metrics["rmse"]
 
 
 def value_scores(values: Table, predictions: Table) -> list[ValueScore]:

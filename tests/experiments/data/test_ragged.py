@@ -210,6 +210,7 @@ def changed(row, size):
         ({"lengths": SIZES / 1}, "lengths holds float64, expected integers"),
         ({"lengths_train": SIZES}, "lengths_train is beside x, expected lengths, or no lengths"),
         ({"lengths": SIZES, "x": None}, "no array x"),
+        ({"lengths": SIZES, "y": SIGNALS[:, 0]}, "has lengths, but y has a target at each"),
     ],
 )
 def test_unusable_lengths_are_refused(tmp_path, arrays, message):

@@ -363,11 +363,11 @@ def test_the_statistics_of_large_offsets_reach_the_run(tmp_path):
 
 
 def test_images_that_predict_leaves_out_are_counted(shapes, tmp_path, caplog):
-    from onescan.cli.predict import _images_at
+    from onescan.cli.predict import images_at
 
     for name in ("a.png", "b.heic", "c"):
         (tmp_path / name).touch()
-    assert [file.name for file, _ in _images_at([tmp_path])] == ["a.png"]
+    assert [file.name for file, _ in images_at([tmp_path])] == ["a.png"]
     assert "2 of 3 files in " in caplog.text
     assert "1 .heic, 1 without a suffix" in caplog.text
 

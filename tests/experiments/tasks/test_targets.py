@@ -141,7 +141,16 @@ WITH_NAN = np.where(np.arange(COUNT)[:, None] == 7, [[0, np.nan]], VALUES)
     ("y", "options", "message"),
     [
         (VALUES[:9], {}, r"y has shape \(9, 2\), expected \(40, 2\)"),
-        (VALUES[..., None], {}, r"y has shape \(40, 2, 1\), expected \(40,\) or \(40, values\)"),
+        (
+            VALUES[..., None],
+            {},
+            r"y has shape \(40, 2, 1\), expected a target for each example",
+        ),
+        (
+            VALUES[..., None],
+            {"target": "value"},
+            r"\(40, 2, 1\), expected \(40,\) or \(40, values\)",
+        ),
         (WITH_NAN, {}, r"path is '.*a\.npz', where y\[7, 1\] is nan, expected a finite"),
         (np.full(COUNT, -np.inf), {}, r"where y\[0\] is -inf"),
         (LABELS * 2, {}, r"shape \(40, 3\), and y\[\d+, \d\] is 2; expected one class per example"),

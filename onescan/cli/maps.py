@@ -1,0 +1,171 @@
+"""The part of `onescan predict` for models that predict a class or values at each position."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onescan.cli.options import echo
+from onescan.messages import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from onescan.inference.loading import Checkpoint
+    from onescan.inputs.targets import Target
+
+ARRAY_FILES = (".npz", ".npy")
+PNG_CLASSES = 256  # of a file with one byte per pixel
+
+
+def predict_maps(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+    """Predict a class or values at each position of images or arrays; print summaries.
+
+    Args:
+        checkpoint: The trained model.
+        inputs: Image files and folders, or files of arrays.
+        out: File for the maps of one file of arrays; folder for those of images, as .png files.
+
+    Raises:
+        ValueError: If an input cannot be read, or `out` does not fit the inputs.
+    """
+    of_arrays = all(Path(path).suffix in ARRAY_FILES for path in inputs)
+    _check_out(checkpoint, inputs, out, of_arrays=of_arrays)
+    (_predict_arrays if of_arrays else _predict_images)(checkpoint, inputs, out)
+
+
+def _check_out(
+    checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, *, of_arrays: bool
+) -> None:
+    if not of_arrays and any(Path(path).suffix in ARRAY_FILES for path in inputs):
+        raise ValueError("inputs has images and arrays, expected one kind")
+    if out is None:
+        return
+    if of_arrays and (len(inputs) > 1 or out.suffix not in ARRAY_FILES):
+        raise ValueError(
+            f"out is '{out}' for {len(inputs)} files, expected one file of arrays, and a name "
+            "ending in .npz or .npy"
+        )
+    if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
+        raise ValueError(f"out is '{out}', which is the input, expected another name")
+    if not of_arrays and checkpoint.target.kind != "class_map":
+        raise ValueError(f"out is '{out}', expected None: values of images cannot be saved as .png")
+    if not of_arrays and out.exists() and not out.is_dir():
+        raise ValueError(f"out is '{out}', which is a file, expected a folder for .png files")
+
+
+def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+    import numpy as np
+
+    from onescan.checkpoint.files import write_atomically
+
+    for path in inputs:
+        maps = []
+        for row, outputs in enumerate(_maps_of_arrays(checkpoint, path)):
+            predicted = _positions(outputs, checkpoint.target)
+            echo(f"{printable(path)}[{row}]: {_summary(predicted, checkpoint)}")
+            if out is not None:
+                maps.append(_stored(predicted, checkpoint.target))
+        if out is None:
+            continue
+        whole = np.stack(maps)
+        name = "classes" if checkpoint.target.kind == "class_map" else "values"
+
+        def write(partial: Path, whole: Any = whole, name: str = name) -> None:
+            with partial.open("wb") as file:  # np.save would add a suffix to a name
+                if out.suffix == ".npy":
+                    np.save(file, whole)
+                else:
+                    np.savez_compressed(file, **{name: whole})
+
+        write_atomically(out, write)
+        echo(f"{out}: {name} of shape {whole.shape}, {whole.dtype}")
+
+
+def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
+    """Yield the outputs [outputs, *sides] for each example of a file."""
+    from onescan.experiments.data import Example
+    from onescan.experiments.data.arrays import read_inputs
+    from onescan.inference.dense import predict_map
+    from onescan.inputs import GridFormat
+    from onescan.inputs.images import check_unit_range, unit_pixels
+
+    format, data = checkpoint.format, checkpoint.run.get("data")
+    if not isinstance(format, GridFormat):
+        raise ValueError(f"the model does not read arrays, expected other inputs than {path}")
+    layout = isinstance(data, dict) and bool(data.get("channels_first", False))
+    examples = read_inputs(path, format, channels_first=layout, any_size=True)
+    for row in range(len(examples)):
+        stored = examples.read([Example(row)]).batch[0]
+        if format.reads_pixels:
+            check_unit_range(unit_pixels(stored))
+        try:
+            yield predict_map(checkpoint, format.model_input(stored).float())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+    from onescan.checkpoint.files import write_atomically
+    from onescan.cli.predict import images_at
+    from onescan.inference.dense import map_picture, predict_file
+    from onescan.inputs import ImageFormat
+
+    if not isinstance(checkpoint.format, ImageFormat):
+        raise ValueError(f"the model reads arrays (.npz or .npy files), not '{inputs[0]}'")
+    written: dict[Path, Path] = {}
+    for file, is_in_folder in images_at([Path(path) for path in inputs]):
+        try:
+            outputs = predict_file(checkpoint, file)
+        except (OSError, ValueError) as error:
+            if not is_in_folder:
+                raise
+            echo(f"skipped: {printable(str(error))}")
+            continue
+        predicted = _positions(outputs, checkpoint.target)
+        echo(f"{printable(str(file))}: {_summary(predicted, checkpoint)}")
+        if out is None:
+            continue
+        target = out / f"{file.stem}.png"
+        if target in written:
+            raise ValueError(
+                f"{file} and {written[target]} have the same name, expected different names for "
+                f"{target}"
+            )
+        written[target] = file
+        image = map_picture(predicted)
+        write_atomically(target, lambda partial, image=image: image.save(partial, format="PNG"))  # type: ignore[misc]
+    if out is not None:
+        echo(f"{out}: {len(written)} maps of classes")
+
+
+def _positions(outputs: "Tensor", target: "Target") -> "Tensor":
+    """Return the class [*sides] of each position, or the values [values, *sides]."""
+    return outputs.argmax(dim=0) if target.kind == "class_map" else outputs
+
+
+def _summary(predicted: "Tensor", checkpoint: "Checkpoint") -> str:
+    """Return the share of each class, or the range and mean of each value."""
+    names, target = checkpoint.class_names, checkpoint.target
+    if target.kind == "class_map":
+        counts = predicted.flatten().bincount(minlength=len(names)).tolist()
+        shares = zip(names, counts, strict=True)
+        total = predicted.numel()
+        return printable(", ".join(f"{name} {n / total:.1%}" for name, n in shares if n))
+    from onescan.cli.predict import rounded
+
+    rows = zip(names, predicted.flatten(1), target.std, strict=True)
+    return printable(
+        ", ".join(
+            f"{name} {rounded(x.min().item(), std)} to {rounded(x.max().item(), std)}, mean "
+            f"{rounded(x.mean().item(), std)}"
+            for name, x, std in rows
+        )
+    )
+
+
+def _stored(predicted: "Tensor", target: "Target") -> Any:
+    """Return a map as an array: the smallest type of classes; one value without its axis."""
+    if target.kind == "class_map":
+        return predicted.numpy().astype("uint8" if int(predicted.max()) < PNG_CLASSES else "uint16")
+    values = predicted.movedim(0, -1).numpy()
+    return values[..., 0] if len(predicted) == 1 else values

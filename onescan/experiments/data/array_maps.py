@@ -1,0 +1,276 @@
+"""Targets of arrays that have a class or values at each position: masks and maps."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from onescan.checks import check_distinct
+from onescan.experiments.data.base import listed
+from onescan.inputs.images import native_type
+from onescan.inputs.targets import MapKind, Target
+from onescan.messages import plural
+
+Array = Shaped[np.ndarray, "N *_"]  # any type
+ClassCounts = Int[Tensor, " classes"]
+
+IGNORED = -100  # class of positions without one, as in torch's cross_entropy
+WHITE = 255  # often the foreground of a mask, or marks positions without a class
+MOST_BELOW_WHITE = 128  # a mask with only smaller classes and 255 has no class 255
+MAX_CLASSES = 4096
+CHUNK = 1 << 24  # positions that are read at once
+Layout = Literal["alone", "first", "last"]  # place of the axis of values or of one class
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps:
+    """A class, or values, at each position of each example, which are read when they are indexed.
+
+    Attributes:
+        y: Classes or values, of shape [N, *sides], [N, V, *sides] or [N, *sides, V].
+        kind: Kind of the targets.
+        layout: Where the axis V is, if there is one.
+        ignore_index: Value of y at positions without a class, if any.
+    """
+
+    y: Array
+    kind: MapKind
+    layout: Layout
+    ignore_index: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, places: Int[Tensor, " B"]) -> Shaped[Tensor, "B *_"]:
+        """Read the maps of some examples.
+
+        Returns:
+            Classes [B, *sides] as integers, -100 at positions without a class; or values
+            [B, V, *sides] as floats, NaN where they are not known.
+        """
+        y = self.y[places.numpy()]
+        if self.kind == "class_map":
+            classes = torch.from_numpy(y.astype(np.int64))
+            if self.layout != "alone":
+                classes = classes.squeeze(1 if self.layout == "first" else -1)
+            if self.ignore_index is not None:
+                classes[classes == self.ignore_index] = IGNORED
+            return classes
+        kept = native_type(y.dtype) if y.dtype.kind == "f" else np.dtype(np.float64)
+        values = torch.from_numpy(y.astype(np.promote_types(kept, np.float32)))
+        if self.layout == "alone":
+            return values.unsqueeze(1)
+        return values if self.layout == "first" else values.movedim(-1, 1).contiguous()
+
+    def chunks(self, places: Int[Tensor, " part"]) -> Iterator[Shaped[Tensor, "B *_"]]:
+        """Yield the maps of some examples, in parts that fit into memory."""
+        size = max(1, CHUNK // max(self.y[0].size, 1))
+        for first in range(0, len(places), size):
+            yield self[places[first : first + size]]
+
+    def count(self, places: Int[Tensor, " part"], classes: int) -> ClassCounts:
+        """Count the positions of each class."""
+        total = torch.zeros(classes, dtype=torch.long)
+        for chunk in self.chunks(places):
+            total += chunk[chunk != IGNORED].bincount(minlength=classes)
+        return total
+
+    def fit(self, places: Int[Tensor, " part"]) -> Target:
+        """Return the target that standardizes the known values of some examples.
+
+        Constant values are only centered, and values that are never known are left as they are.
+        """
+        values = self[places[:1]].shape[1]
+        count, total, squares = torch.zeros(3, values, dtype=torch.float64)
+        for chunk in self.chunks(places):
+            known, flat = _known(chunk)
+            count, total = count + known.sum(1), total + flat.sum(1)
+        mean = total / count.clamp(min=1)
+        for chunk in self.chunks(places):
+            known, flat = _known(chunk)
+            squares += torch.where(known, flat - mean[:, None], 0).square().sum(1)
+        std = (squares / count.clamp(min=1)).sqrt()
+        std = torch.where(std > torch.finfo(std.dtype).eps * mean.abs(), std, 1.0)
+        return Target(kind="value_map", mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+
+
+def _known(values: Float[Tensor, "B V *sides"]) -> tuple[Tensor, Float[Tensor, "V positions"]]:
+    """Return which values are known, and the values in float64, 0 elsewhere."""
+    flat = values.double().transpose(0, 1).flatten(1)
+    known = ~flat.isnan()
+    return known, torch.where(known, flat, 0)
+
+
+def map_layout(y: Array, sides: tuple[int, ...], *, channels_first: bool) -> Layout | None:
+    """Return where y has an axis of values besides those of the positions; None if it has others.
+
+    >>> y = np.zeros((5, 2, 30))
+    >>> map_layout(y, (30,), channels_first=False), map_layout(y, (20,), channels_first=False)
+    ('first', None)
+    """
+    if y.shape[1:] == sides:
+        return "alone"
+    if y.ndim == len(sides) + 2:
+        for layout in ("first", "last") if channels_first else ("last", "first"):
+            if (y.shape[2:] if layout == "first" else y.shape[1:-1]) == sides:
+                return layout
+    return None
+
+
+def read_maps(
+    where: str,
+    arrays: Mapping[str, Array],
+    kind: MapKind,
+    *,
+    sides: tuple[int, ...],
+    channels_first: bool,
+    names: tuple[str, ...],
+    ignore_index: int | None,
+) -> tuple[tuple[str, ...], list[Maps]]:
+    """Check targets that have a class or values at each position.
+
+    Args:
+        where: Beginning of error messages.
+        arrays: y of each split, by name, training data first.
+        kind: "class_map" or "value_map".
+        sides: Size of an example along each axis.
+        channels_first: Whether y may have an axis of values before the others.
+        names: Names of the classes or values; () numbers them.
+        ignore_index: Value of y at positions without a class.
+
+    Returns:
+        The names, and the maps of each split.
+
+    Raises:
+        ValueError: If an array has another shape or type than expected; names the first position
+            whose class is out of range, or example whose values are infinite.
+    """
+    is_class = kind == "class_map"
+    noun, expected = ("class", "integers") if is_class else ("value", "numbers")
+    maps = {}
+    for name, y in arrays.items():
+        if y.dtype.kind not in ("iub" if is_class else "fiub"):
+            raise ValueError(
+                f"{where} {name} holds {y.dtype}, expected {expected} for data.target {kind}"
+            )
+        layout = map_layout(y, sides, channels_first=channels_first)
+        values = y.size // (len(y) * math.prod(sides))
+        if layout is None or (is_class and values > 1):
+            raise ValueError(
+                f"{where} {name} has shape {y.shape}, expected {(len(y), *sides)}, one {noun} for "
+                "each position of x"
+            )
+        maps[name] = Maps(y=y, kind=kind, layout=layout, ignore_index=ignore_index)
+    count = (_count_classes if is_class else _count_values)(where, maps, len(names))
+    if not names:
+        numbers = [str(i) for i in range(count)]
+        of_values = ["value"] if count == 1 else [f"value_{number}" for number in numbers]
+        return tuple(numbers if is_class else of_values), list(maps.values())
+    if len(names) != count:
+        raise ValueError(
+            f"data.class_names names {plural(len(names), noun)} ({listed(names)}), but y has "
+            f"{count}"
+        )
+    check_distinct(**{"data.class_names": names})
+    return names, list(maps.values())
+
+
+def _count_classes(where: str, maps: Mapping[str, Maps], named: int) -> int:
+    """Return the number of classes: that of the names, or of the classes in the training data."""
+    first, count = next(iter(maps)), named
+    for name, part in maps.items():
+        present = _classes(f"{where} {name}", part)
+        if name == first:
+            if not present:
+                raise ValueError(f"{where} {name} has no position with a class")
+            below = max((index for index in present if index != WHITE), default=0)
+            if WHITE in present and below < MOST_BELOW_WHITE and named <= WHITE:
+                raise ValueError(
+                    f"{where} the classes in {name} are {listed(list(map(str, present)))}; if "
+                    f"{WHITE} marks positions without a class, pass --data.ignore-index {WHITE}, "
+                    f"and if it is the second class, save y // {WHITE}"
+                )
+            count = named or present[-1] + 1
+            if count == 1:
+                raise ValueError(
+                    f"{where} all positions of {name} have class 0, expected 2 classes"
+                )
+        if present and present[-1] >= count:
+            raise ValueError(
+                f"{where} {name} has positions of class {present[-1]}, expected 0 to {count - 1}"
+            )
+    return count
+
+
+def _classes(where: str, maps: Maps) -> list[int]:
+    """Return the classes that occur."""
+    present: set[int] = set()
+    for at, chunk in _indexed(maps):
+        wrong = (chunk != IGNORED) & ((chunk < 0) | (chunk >= MAX_CLASSES))
+        if bool(wrong.any()):
+            row, *place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{where}[{', '.join(map(str, (at + row, *place)))}] is "
+                f"{int(chunk[(row, *place)])}, expected classes from 0 to {MAX_CLASSES - 1}; "
+                "--data.ignore-index sets the value of positions without a class"
+            )
+        present |= set(chunk[chunk != IGNORED].bincount().nonzero().flatten().tolist())
+    return sorted(present)
+
+
+def _count_values(where: str, maps: Mapping[str, Maps], named: int) -> int:
+    """Return the number of values at each position."""
+    del named  # compared with the result later
+    sizes = {}
+    for name, part in maps.items():
+        is_known = False
+        for at, chunk in _indexed(part):
+            if bool((infinite := chunk.isinf()).any()):
+                row = at + int(infinite.nonzero()[0, 0])
+                raise ValueError(
+                    f"{where} {name}[{row}] has infinite values, expected finite values, or NaN "
+                    "where they are not known"
+                )
+            is_known = is_known or not bool(chunk.isnan().all())
+            sizes[name] = chunk.shape[1]
+        if not is_known:
+            raise ValueError(f"{where} {name} holds only NaN, expected known values")
+    if len(set(sizes.values())) > 1:
+        found = " and ".join(f"{count} in {name}" for name, count in sizes.items())
+        raise ValueError(f"{where} the values per position are {found}, expected as many in both")
+    return next(iter(sizes.values()))
+
+
+def _indexed(part: Maps) -> Iterator[tuple[int, Tensor]]:
+    """Yield all maps in parts, each with the index of its first example."""
+    at = 0
+    for chunk in part.chunks(torch.arange(len(part))):
+        yield at, chunk
+        at += len(chunk)
+
+
+def map_note(outputs: int, maps: Sequence[Maps]) -> str:
+    """Describe how y is read."""
+    if maps[0].kind == "class_map":
+        note = f"y is read as one of {plural(outputs, 'class')} at each position"
+        is_table = maps[0].y.ndim == 2  # noqa: PLR2004
+        return f"{note}; if wrong, pass --data.target multilabel" if is_table else note
+    note = f"y is read as {plural(outputs, 'real value')} at each position"
+    if all(bool((chunk == chunk.floor()).all()) for part in maps for _, chunk in _indexed(part)):
+        note += ", although all are whole numbers; if they are classes, save y.astype(int)"
+    return note
+
+
+def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[str]:
+    """Return a note on the positions of a part that have no class or value, if there are any."""
+    missing = total = 0
+    for chunk in maps.chunks(places):
+        unknown = chunk == IGNORED if maps.kind == "class_map" else chunk.isnan()
+        missing, total = missing + int(unknown.sum()), total + chunk.numel()
+    what = "class" if maps.kind == "class_map" else "value"
+    return [f"{part} positions without a {what}: {missing / total:.1%}"] if missing else []

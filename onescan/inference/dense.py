@@ -1,0 +1,81 @@
+"""Apply a trained model that predicts a class or values at each position."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from onescan.inference.loading import Checkpoint
+from onescan.inference.windows import predict_large
+from onescan.inputs import ImageFormat, read_image
+from onescan.inputs.image_files import read_header
+from onescan.shapes import Grids
+
+BYTE = 256
+OVERLAP = 0.5  # of windows, if the run does not set it
+# Hues of the classes after the first one, which is black: multiples of the golden angle differ.
+GOLDEN = 0.381966
+
+Outputs = Float[Tensor, "outputs *sides"]
+
+
+@torch.no_grad()
+def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
+    """Predict the probability of each class, or the values, at each position.
+
+    The model reads windows of the size that it was trained with, if it was trained with windows.
+
+    Args:
+        checkpoint: A trained model, as `load` returns it.
+        grid: One grid of any size that the format has standardized, of shape [1, C, *sides].
+    """
+    task: Any = checkpoint.run.get("task")
+    settings = task if isinstance(task, dict) else {}
+    window = tuple(settings.get("window", ()))
+    overlap = settings.get("window_overlap", OVERLAP)
+    model = checkpoint.model
+    device = next(model.parameters()).device
+    outputs = predict_large(model, grid.to(device), window, overlap)
+    return checkpoint.target.predictions(outputs)[0].cpu()
+
+
+def predict_file(checkpoint: Checkpoint, path: str | Path) -> Outputs:
+    """Predict the probability of each class, or the values, at each pixel of an image file.
+
+    The image is resized for the model, and the prediction to the size of the upright image.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not an image file or is damaged, or the model does not read images.
+    """
+    format = checkpoint.format
+    if not isinstance(format, ImageFormat):
+        raise ValueError(f"the model reads arrays (.npz or .npy files), not '{path}'")
+    outputs = predict_map(checkpoint, read_image(path, format)[None])
+    header = read_header(Path(path))
+    size = (header.height, header.width)
+    return interpolate(outputs[None], size, mode="bilinear", antialias=True)[0]
+
+
+def map_picture(classes: Int[Tensor, "height width"]) -> Image.Image:
+    """Return an image whose pixel values are the classes, in colors if there are at most 256."""
+    if int(classes.max()) >= BYTE:
+        return Image.fromarray(classes.numpy().astype("uint16"))
+    picture = Image.fromarray(classes.numpy().astype("uint8"), mode="P")
+    picture.putpalette(class_colors(BYTE).flatten().tolist())
+    return picture
+
+
+def class_colors(count: int) -> Int[Tensor, "classes 3"]:
+    """Return colors of classes, from 0 to 255: black, and then distinct hues."""
+    import colorsys
+
+    colors = [(0.0, 0.0, 0.0)]
+    colors += [
+        colorsys.hsv_to_rgb((GOLDEN * i) % 1, 0.75, 1.0 if i % 2 else 0.7) for i in range(1, count)
+    ]
+    return (torch.tensor(colors[:count]) * 255).round().long()
