@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_run import tiny_run
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from transformers import (
@@ -19,6 +20,9 @@ from transformers.models.auto import modeling_auto
 
 import onescan
 from onescan.cli import main
+from onescan.experiments.data import ArrayDatasetConfig
+from onescan.experiments.tasks import SegmentationConfig
+from onescan.experiments.training import train
 from onescan.inputs import ImageFormat, read_image
 from onescan.integrations.transformers import OnescanSegmentationConfig, to_transformers
 from onescan.layers.mixers import (
@@ -169,6 +173,27 @@ def test_convert_writes_a_folder(tmp_path):
     assert_close(loaded(pixels := images()).logits, model(pixels).logits)
     assert_close(model(pixels).logits, native(pixels))
     assert main(["convert", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 2
+
+
+def test_a_run_converts_with_its_classes(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x=x, y=x[..., 0] // 128)
+    native = built(image_size=(8, 8), out_channels=2)
+    run = replace(
+        tiny_run(epochs=1, batch_size=4),
+        data=ArrayDatasetConfig(
+            path=str(tmp_path / "a.npz"), test_fraction=0.25, class_names=("dark", "bright")
+        ),
+        task=SegmentationConfig(),
+        model=native.config,
+    )
+    train(run, tmp_path / "run")
+    onescan.convert(tmp_path / "run", tmp_path / "out", to="transformers")
+    trained = onescan.load(tmp_path / "run")
+    model = AutoModelForSemanticSegmentation.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: "dark", 1: "bright"}
+    assert AutoImageProcessor.from_pretrained(tmp_path / "out").to_onescan() == trained.format
+    assert_close(model(pixels := images()).logits, trained.model(pixels))
 
 
 def test_unusable_models_formats_and_labels_are_refused():
