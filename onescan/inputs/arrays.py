@@ -17,6 +17,8 @@ class ArrayFormat(GridFormat):
     std: tuple[float, ...]
     is_bytes: bool | None = field(default=None, compare=False)  # None in older runs
     """Whether the arrays were bytes, scaled to 0 to 1. None scales bytes, but not other types."""
+    is_ragged: bool = False
+    """Whether the arrays had different sizes, of which `shape` is the largest along each axis."""
 
     @property
     def axes(self) -> int:

@@ -104,11 +104,13 @@ class GridFormat(Format, ABC):
         channels: Number of channels.
         mean: Mean of each channel, subtracted.
         std: Standard deviation of each channel, divided by.
+        is_ragged: Whether examples have different sizes, padded and masked in a batch.
     """
 
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    is_ragged: bool = False
 
     @property
     @abstractmethod

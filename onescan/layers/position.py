@@ -238,9 +238,9 @@ class AbsolutePosition(nn.Module):
         return torch.cat([prefix, rearrange(table, "1 d ... -> (...) d")])
 
 
-def check_masked_position(position: nn.Module | None) -> None:
+def check_masked_position(position: PositionConfig | None) -> None:
     """Raise ValueError if images of mixed sizes cannot share a batch with these positions."""
-    if isinstance(position, AbsolutePosition):
+    if isinstance(position, AbsolutePositionConfig):
         raise ValueError(
             "keep was given with absolute positions, which are resized to one size per batch; "
             "expected another position encoding"

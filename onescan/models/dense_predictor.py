@@ -76,6 +76,11 @@ class DensePredictorConfig(ModelConfig):
         if not 0 <= self.drop_path < 1:
             raise ValueError(f"drop_path is {self.drop_path}, expected 0 or more and less than 1")
 
+    def check_padding(self) -> None:
+        """Raise ValueError if the network cannot read grids of mixed sizes in one batch."""
+        check_masked_position(self.position)
+        self.mixer.check_padding(Grid((1,) * len(self.patch_size)))
+
     def build(self) -> "DensePredictor":
         """Build the network with new weights from torch's global generator.
 
@@ -150,8 +155,7 @@ class DensePredictor(nn.Module):
             refuse_group(group, "DensePredictor", "its decoder reads neighboring positions")
         real = None
         if keep is not None:
-            check_masked_position(self.position)
-            self.config.mixer.check_padding(Grid((1,) * len(self.config.patch_size)))
+            self.config.check_padding()
             images, real = masked_pixels(images, keep, self.config.patch_size)
         x, shape = self.patchify(images)
         grid = Grid(shape)

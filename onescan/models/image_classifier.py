@@ -103,6 +103,16 @@ class ImageClassifierConfig(ModelConfig):
                 "expected pool='class_token' or 'mean_with_class_token'"
             )
 
+    @property
+    def prefix(self) -> int:
+        """Number of tokens before the patches."""
+        return (self.pool in WITH_CLASS_TOKEN) + self.distillation_token
+
+    def check_padding(self) -> None:
+        """Raise ValueError if the network cannot read images of mixed sizes in one batch."""
+        check_masked_position(self.position)
+        self.mixer.check_padding(Grid((1,) * len(self.patch_size), prefix=self.prefix))
+
     def build(self) -> "ImageClassifier":
         """Build the network with new weights from torch's global generator.
 
@@ -176,7 +186,7 @@ class ImageClassifier(nn.Module):
     @property
     def prefix(self) -> int:
         """Number of tokens before the patches."""
-        return (self.config.pool in WITH_CLASS_TOKEN) + self.config.distillation_token
+        return self.config.prefix
 
     @property
     def own_prefix(self) -> int:
@@ -411,9 +421,7 @@ class ImageClassifier(nn.Module):
         """Set padding to zero, and return which tokens are real, prefix included; see `forward`."""
         if keep is None:
             return images, None
-        check_masked_position(self.position)
-        axes = len(self.patchify.patch_size)
-        self.config.mixer.check_padding(Grid((1,) * axes, prefix=self.prefix))
+        self.config.check_padding()
         images, patches = masked_pixels(images, keep, self.patchify.patch_size)
         return images, F.pad(patches, (self.own_prefix, 0), value=True)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onescan.checks import check_distinct
 from onescan.experiments.data.base import listed
+from onescan.experiments.data.ragged import Sizes, real_positions
 from onescan.inputs.images import native_type
 from onescan.inputs.targets import MapKind, Target
 from onescan.messages import plural
@@ -36,12 +37,14 @@ class Maps:
         kind: Kind of the targets.
         layout: Where the axis V is, if there is one.
         ignore_index: Value of y at positions without a class, if any.
+        sizes: Size of each example along each axis; None if it is that of y.
     """
 
     y: Array
     kind: MapKind
     layout: Layout
     ignore_index: int | None = None
+    sizes: Sizes | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -51,9 +54,21 @@ class Maps:
 
         Returns:
             Classes [B, *sides] as integers, -100 at positions without a class; or values
-            [B, V, *sides] as floats, NaN where they are not known.
+            [B, V, *sides] as floats, NaN where they are not known. If examples have different
+            sizes, the sides are the largest of the batch.
         """
-        y = self.y[places.numpy()]
+        maps = self._stored(self.y[places.numpy()])
+        if self.sizes is None:
+            return maps
+        real = torch.from_numpy(real_positions(self.sizes[places.numpy()]))
+        inside: Any = (..., *map(slice, real.shape[1:]))
+        maps = maps[inside]
+        if self.kind == "class_map":
+            return torch.where(real, maps, IGNORED)
+        return torch.where(real.unsqueeze(1), maps, torch.nan)
+
+    def _stored(self, y: Array) -> Shaped[Tensor, "B *_"]:
+        """Convert stored maps, padding included."""
         if self.kind == "class_map":
             classes = torch.from_numpy(y.astype(np.int64))
             if self.layout != "alone":
@@ -128,6 +143,7 @@ def read_maps(
     kind: MapKind,
     *,
     sides: tuple[int, ...],
+    sizes: Sequence[Sizes | None],
     channels_first: bool,
     names: tuple[str, ...],
     ignore_index: int | None,
@@ -138,7 +154,8 @@ def read_maps(
         where: Beginning of error messages.
         arrays: y of each split, by name, training data first.
         kind: "class_map" or "value_map".
-        sides: Size of an example along each axis.
+        sides: Size of an example along each axis, padding included.
+        sizes: Sizes of the examples of each split; None without padding.
         channels_first: Whether y may have an axis of values before the others.
         names: Names of the classes or values; () numbers them.
         ignore_index: Value of y at positions without a class.
@@ -153,7 +170,7 @@ def read_maps(
     is_class = kind == "class_map"
     noun, expected = ("class", "integers") if is_class else ("value", "numbers")
     maps = {}
-    for name, y in arrays.items():
+    for (name, y), size in zip(arrays.items(), sizes, strict=True):
         if y.dtype.kind not in ("iub" if is_class else "fiub"):
             raise ValueError(
                 f"{where} {name} holds {y.dtype}, expected {expected} for data.target {kind}"
@@ -165,7 +182,7 @@ def read_maps(
                 f"{where} {name} has shape {y.shape}, expected {(len(y), *sides)}, one {noun} for "
                 "each position of x"
             )
-        maps[name] = Maps(y=y, kind=kind, layout=layout, ignore_index=ignore_index)
+        maps[name] = Maps(y=y, kind=kind, layout=layout, ignore_index=ignore_index, sizes=size)
     count = (_count_classes if is_class else _count_values)(where, maps, len(names))
     if not names:
         numbers = [str(i) for i in range(count)]
@@ -261,9 +278,13 @@ def map_note(outputs: int, maps: Sequence[Maps]) -> str:
         is_table = maps[0].y.ndim == 2  # noqa: PLR2004
         return f"{note}; if wrong, pass --data.target multilabel" if is_table else note
     note = f"y is read as {plural(outputs, 'real value')} at each position"
-    if all(bool((chunk == chunk.floor()).all()) for part in maps for _, chunk in _indexed(part)):
+    if all(_are_whole(chunk) for part in maps for _, chunk in _indexed(part)):
         note += ", although all are whole numbers; if they are classes, save y.astype(int)"
     return note
+
+
+def _are_whole(values: Float[Tensor, "B V *sides"]) -> bool:
+    return bool((values.isnan() | (values == values.floor())).all())
 
 
 def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[str]:
@@ -272,5 +293,9 @@ def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[st
     for chunk in maps.chunks(places):
         unknown = chunk == IGNORED if maps.kind == "class_map" else chunk.isnan()
         missing, total = missing + int(unknown.sum()), total + chunk.numel()
+    if maps.sizes is not None:  # padding is not missing
+        real = int(maps.sizes[places.numpy()].prod(axis=1).sum())
+        real *= chunk.shape[1] if maps.kind == "value_map" else 1
+        missing, total = missing - (total - real), real
     what = "class" if maps.kind == "class_map" else "value"
     return [f"{part} positions without a {what}: {missing / total:.1%}"] if missing else []

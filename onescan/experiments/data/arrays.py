@@ -36,6 +36,7 @@ from onescan.experiments.data.base import (
     stratified_split,
 )
 from onescan.experiments.data.images import ImageSet, ImageSplits
+from onescan.experiments.data.ragged import Sizes, read_sizes, real_positions
 from onescan.experiments.data.share import WHOLE, Share
 from onescan.inputs.arrays import IMAGE_AXES, MAX_AXES, ArrayFormat
 from onescan.inputs.images import (
@@ -51,6 +52,8 @@ Array = Shaped[np.ndarray, "N *_"]  # any type
 # class indices, or labels or values as float64; or maps
 Targets = Shaped[Tensor, "N *outputs"] | Maps
 
+LENGTHS = "lengths"  # name of the array of sizes
+SPLITS = ("train", "test")
 MIN_CLASSES, MAX_CLASSES = 2, 1_000_000
 MAX_CHANNELS = 4  # longer axes are not channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
@@ -86,6 +89,10 @@ class ArrayDatasetConfig(DataConfig):
     Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
     large compared with their standard deviation, as with Unix times, and otherwise in float32.
     Files that are not compressed are mapped into memory instead of being read.
+
+    Examples of different sizes are padded to one size, after their last values, with any numbers.
+    An array lengths, or lengths_train and lengths_test, holds the sizes of the examples: along each
+    axis with shape [N, axes], or along the first axis with shape [N].
     """
 
     path: str
@@ -118,7 +125,8 @@ class ArrayDatasetConfig(DataConfig):
         """Open the arrays and check their shapes, types and labels.
 
         Returns:
-            ImageSplits for bytes with two axes and 1 or 3 channels, otherwise ArraySplits.
+            ImageSplits for bytes with two axes and 1 or 3 channels, if all examples have the same
+            size; otherwise ArraySplits.
 
         Raises:
             ValueError: If a field is out of range; if the data does not exist, is damaged, or lacks
@@ -129,18 +137,26 @@ class ArrayDatasetConfig(DataConfig):
             raise ValueError(f"data.axes is {self.axes}, expected 1 to {MAX_AXES}")
         arrays = _open(self.path)
         has_splits = "x_train" in arrays
-        names = ("train", "test") if has_splits else ("",)
+        names = SPLITS if has_splits else ("",)
         suffixes = [f"_{name}" if name else "" for name in names]
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
         where = f"data.path is {self.path!r}, where"
         sides = _sides(pairs[0][0].shape[1:], self.axes, channels_first=self.channels_first)
         kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target, sides)
-        outputs, labels = self._targets(labels_by_name, kind, sides)
+        sizes = self._sizes(arrays, suffixes, [x for x, _ in pairs])
+        outputs, labels = self._targets(labels_by_name, kind, sides, sizes)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
-            ArrayDataset(x=x, labels=each, places=torch.arange(len(x)), name=f"x{suffix}", **layout)
-            for suffix, (x, _), each in zip(suffixes, pairs, labels, strict=True)
+            ArrayDataset(
+                x=x,
+                labels=each,
+                places=torch.arange(len(x)),
+                name=f"x{suffix}",
+                sizes=size,
+                **layout,
+            )
+            for suffix, (x, _), each, size in zip(suffixes, pairs, labels, sizes, strict=True)
         ]
         notes = self._notes(arrays, suffixes, kind)
         if pairs[0][1].dtype.kind == "U":
@@ -160,7 +176,8 @@ class ArrayDatasetConfig(DataConfig):
                     f"holds {train.x.dtype}; expected uint8 in both or in neither, because only "
                     "uint8 is scaled to 0 to 1"
                 )
-            if train.shape != test.shape:
+            compared = None if train.sizes is None else 1  # only the channels
+            if train.shape[:compared] != test.shape[:compared]:
                 raise ValueError(
                     f"data.path is {self.path!r}, where x_test has examples of shape {test.shape}, "
                     f"expected {train.shape} as in x_train"
@@ -176,7 +193,7 @@ class ArrayDatasetConfig(DataConfig):
             train, test = (replace(sets[0], places=places) for places in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
         try:
-            format = self._format(train)
+            format = self._format(train, sets)
             if is_wide := isinstance(format, ArrayFormat) and format.needs_float64:
                 train, test = (replace(part, dtype=np.float64) for part in (train, test))
             test.check_finite()  # the statistics have read the training examples
@@ -210,7 +227,11 @@ class ArrayDatasetConfig(DataConfig):
         return read_kind(where, name, self._array(arrays, name), None, sides)
 
     def _targets(
-        self, labels: Mapping[str, Array], kind: TargetKind, sides: tuple[int, ...]
+        self,
+        labels: Mapping[str, Array],
+        kind: TargetKind,
+        sides: tuple[int, ...],
+        sizes: Sequence[Sizes | None],
     ) -> tuple[tuple[str, ...], list[Any]]:
         """Check the targets of each split; return the names of the outputs, and the targets."""
         where = f"data.path is {self.path!r}, where"
@@ -228,6 +249,7 @@ class ArrayDatasetConfig(DataConfig):
                 labels,
                 kind,
                 sides=sides,
+                sizes=sizes,
                 channels_first=self.channels_first,
                 names=self.class_names,
                 ignore_index=self.ignore_index,
@@ -238,7 +260,7 @@ class ArrayDatasetConfig(DataConfig):
         self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
     ) -> list[str]:
         """Describe arrays and files that are not used, and labels that are converted."""
-        used = {f"{name}{suffix}" for name in "xy" for suffix in suffixes}
+        used = {f"{name}{suffix}" for name in ("x", "y", LENGTHS) for suffix in suffixes}
         place = Path(self.path).expanduser()
         files = [file.name for file in place.iterdir()] if place.is_dir() else []
         others = [name for name in files if not name.startswith(".") and name[-4:] != ".npy"]
@@ -338,6 +360,28 @@ class ArrayDatasetConfig(DataConfig):
             raise ValueError(f"{where} y{suffix} has shape {y.shape}, expected {expected}")
         return x, y
 
+    def _sizes(
+        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], inputs: Sequence[Array]
+    ) -> list[Sizes | None]:
+        """Return the sizes of the examples of each split; None if there are no lengths."""
+        names = [f"{LENGTHS}{suffix}" for suffix in suffixes]
+        known = (LENGTHS, *(f"{LENGTHS}_{split}" for split in SPLITS))
+        found = [name for name in known if name in arrays]
+        if not found:
+            return [None] * len(inputs)
+        where = f"data.path is {self.path!r}, where"
+        if set(found) != set(names):
+            beside = " and ".join(f"x{suffix}" for suffix in suffixes)
+            raise ValueError(
+                f"{where} {' and '.join(found)} is beside {beside}, expected "
+                f"{' and '.join(names)}, or no lengths"
+            )
+        sides = [_sides(x.shape[1:], self.axes, channels_first=self.channels_first) for x in inputs]
+        return [
+            read_sizes(where, name, self._array(arrays, name), len(x), shape)
+            for name, x, shape in zip(names, inputs, sides, strict=True)
+        ]
+
     def _check_classes(self, labels: Mapping[str, Array]) -> None:
         """Check the shapes and types of labels that are classes."""
         where = f"data.path is {self.path!r}, where"
@@ -407,7 +451,10 @@ class ArrayDatasetConfig(DataConfig):
                 raise ValueError(f"{where}[{row}] is {label!r}, expected one of {known}")
         return np.array([places[label] for label in y.tolist()])
 
-    def _format(self, train: "ArrayDataset") -> "ImageFormat | ArrayFormat":
+    def _format(
+        self, train: "ArrayDataset", sets: Sequence["ArrayDataset"]
+    ) -> "ImageFormat | ArrayFormat":
+        """Return the format of training examples; its shape holds the largest sizes of `sets`."""
         channels, *shape = train.shape
         given = {"data.mean": self.mean, "data.std": self.std}
         check_constants(channels, **{name: x for name, x in given.items() if x is not None})
@@ -415,12 +462,20 @@ class ArrayDatasetConfig(DataConfig):
         if mean is None or std is None:
             computed = train.statistics()
             mean, std = mean or computed[0], std or computed[1]
-        if self.axes == IMAGE_AXES and channels in (1, 3) and train.x.dtype == np.uint8:
+        sizes = [data.sizes for data in sets if data.sizes is not None]
+        is_bytes = train.x.dtype == np.uint8
+        if self.axes == IMAGE_AXES and channels in (1, 3) and is_bytes and not sizes:
             height, width = shape
             return ImageFormat(channels=channels, height=height, width=width, mean=mean, std=std)
-        is_bytes = train.x.dtype == np.uint8
+        if sizes:
+            shape = np.concatenate(sizes).max(axis=0).tolist()
         return ArrayFormat(
-            channels=channels, shape=tuple(shape), mean=mean, std=std, is_bytes=is_bytes
+            channels=channels,
+            shape=tuple(shape),
+            mean=mean,
+            std=std,
+            is_bytes=is_bytes,
+            is_ragged=bool(sizes),
         )
 
 
@@ -439,6 +494,9 @@ class NotFiniteError(ValueError):
 class ArrayDataset(ImageSet):
     """Examples of an array with labels: a batch is (x, labels), x [B, C, *axes].
 
+    If examples have different sizes, x is cut to the largest of the batch along each axis, and zero
+    after the end of an example; a third tensor, [B, *axes], is True for its real positions.
+
     Attributes:
         x: All examples, with or without channels.
         labels: Class index of each example; or its labels or values, as float64 [N, outputs]; or
@@ -449,6 +507,7 @@ class ArrayDataset(ImageSet):
         dtype: Type to convert x to, except bytes; None keeps its own.
         share: Shard of the first axis of each example to read.
         name: Name of x, for messages.
+        sizes: Size of each example along each axis; None if it is that of x.
     """
 
     x: Array
@@ -459,8 +518,14 @@ class ArrayDataset(ImageSet):
     dtype: Any = np.float32
     share: Share = WHOLE
     name: str = "x"
+    sizes: Sizes | None = None
 
     def shared(self, share: Share) -> "ArrayDataset":
+        if share.size > 1 and self.sizes is not None:
+            raise ValueError(
+                f"machine.sequence_parallel is {share.size}, but the examples have different "
+                "sizes, expected 1"
+            )
         return replace(self, share=share)
 
     def __len__(self) -> int:
@@ -468,7 +533,7 @@ class ArrayDataset(ImageSet):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels and size of each axis."""
+        """Channels and size of each axis, padding included."""
         shape = self.x.shape[1:]
         sides = _sides(shape, self.axes, channels_first=self.channels_first)
         return math.prod(shape) // math.prod(sides), *sides
@@ -480,7 +545,8 @@ class ArrayDataset(ImageSet):
             ValueError: If a value is not finite; names the example.
         """
         places = self.places[[example.source for example in examples]]
-        return LoadedBatch((self._values(places.numpy()), self.labels[places]))
+        values, *keep = self._values(places.numpy())
+        return LoadedBatch((values, self.labels[places], *keep))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel; 1 for a constant channel.
@@ -492,11 +558,14 @@ class ArrayDataset(ImageSet):
         whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
         chunks = self._chunks()
         count = len(self) * self.x[0].size // self.shape[0]
+        if self.sizes is not None:
+            count = int(self.sizes[self.places].prod(axis=1).sum())
 
         def channels() -> Iterator[Tensor]:
             for chunk in chunks:
-                values = whole.read([Example(place) for place in chunk]).batch[0].double()
-                yield values.transpose(0, 1).flatten(1)
+                values, _, *keep = whole.read([Example(place) for place in chunk]).batch
+                by_channel = values.double().transpose(0, 1)
+                yield by_channel[:, keep[0]] if keep else by_channel.flatten(1)
 
         rough, rest, squares, peak = torch.zeros(4, self.shape[0], dtype=torch.float64)
         for values in channels():
@@ -531,8 +600,11 @@ class ArrayDataset(ImageSet):
         size = max(1, CHUNK // self.x[0].size)
         return [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
 
-    def _values(self, places: NDArray[np.int64]) -> Tensor:
+    def _values(self, places: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Read examples with channels first: bytes as they are, other types as `dtype`.
+
+        Returns:
+            The examples; and which of their positions are real, if they have different sizes.
 
         Raises:
             ValueError: If a value is not finite; names the example.
@@ -544,6 +616,16 @@ class ArrayDataset(ImageSet):
             values = self.x[places, :, own]
         else:
             values = self.x[places, own]
+        if values.ndim == self.axes + 1:
+            values = values[:, None]
+        elif not self.channels_first:
+            values = np.moveaxis(values, -1, 1)
+        keep: tuple[Tensor, ...] = ()
+        if self.sizes is not None:
+            real = real_positions(self.sizes[places])
+            inside: Any = (..., *map(slice, real.shape[1:]))
+            values = np.where(real[:, None], values[inside], values.dtype.type(0))
+            keep = (torch.from_numpy(real),)
         if values.dtype != np.uint8:
             values = values.astype(self.dtype or native_type(values.dtype))
         tensor = torch.from_numpy(values)
@@ -552,11 +634,7 @@ class ArrayDataset(ImageSet):
             raise NotFiniteError(
                 f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
             )
-        if tensor.ndim == self.axes + 1:
-            return tensor.unsqueeze(1)
-        if self.channels_first:
-            return tensor
-        return tensor.movedim(-1, 1).contiguous()
+        return tensor.contiguous(), *keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,7 +654,8 @@ def read_inputs(
     """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
 
     Args:
-        path: The file. If a `.npz` file holds a single array, its name may be another one.
+        path: The file. If a `.npz` file holds a single array besides lengths, its name may be
+            another one. Without lengths, all examples have the size of the array.
         format: Format that the model was trained on.
         channels_first: Layout to prefer if x fits with channels first and with channels last.
         any_size: Accept examples of other sizes than those of the training data.
@@ -591,16 +670,19 @@ def read_inputs(
     if not place.is_file():
         raise ValueError(f"there is no file {path}")
     arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
-    name = next(iter(arrays)) if len(arrays) == 1 else "x"
+    others = arrays.keys() - {LENGTHS}
+    name = next(iter(others)) if len(others) == 1 else "x"
     if name not in arrays:
         raise ValueError(f"{path} has no array x; found: {', '.join(sorted(arrays)) or 'none'}")
     try:
         x = arrays[name]()
+        lengths = arrays[LENGTHS]() if LENGTHS in arrays else None
     except DAMAGE as error:
         raise ValueError(f"{path}: {name} cannot be read: {error}") from error
     if x.dtype.kind not in "fiub":
         raise ValueError(f"{path}: {name} holds {x.dtype}, expected real numbers")
     shape = format.shape if isinstance(format, ArrayFormat) else _image_size(format)
+    any_size = any_size or format.is_ragged
     rows = torch.arange(len(x) if x.ndim else 0)
     for is_first in (channels_first, not channels_first):
         data = ArrayDataset(
@@ -615,8 +697,11 @@ def read_inputs(
         if x.ndim - len(shape) in (1, 2) and 0 not in x.shape:
             channels, *sides = data.shape
             if channels == format.channels and (any_size or tuple(sides) == shape):
-                return data
-    sizes = ", ".join(["*"] * len(shape) if any_size else map(str, shape))
+                if lengths is None:
+                    return data
+                read = read_sizes(f"{path}:", LENGTHS, lengths, len(x), sides)
+                return replace(data, sizes=read)
+    sizes = ", ".join("any size" if any_size else str(size) for size in shape)
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
     if format.channels == 1:
         expected = f"[N, {sizes}]"

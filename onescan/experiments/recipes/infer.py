@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from onescan import configs
@@ -26,6 +27,7 @@ from onescan.experiments.data.array_maps import WHITE
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
 from onescan.experiments.data.mask_folder import IMAGES, MASKS, TRAINING, mask_values
+from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
     DenseRegressionConfig,
@@ -406,7 +408,7 @@ def _sized(
         run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
     scale = DENOISER if is_denoiser else DENSE_PREDICTOR if is_dense else CLASSIFIER
     run = _scaled(run, train, scale, given)
-    sizes = " x ".join(map(str, shape))
+    sizes = _sizes(splits, shape)
     unit = "pixels" if len(shape) == IMAGE_AXES else "values"
     if isinstance(run.data, ImageDatasetConfig):
         is_whole = run.data.test_crop is None
@@ -422,6 +424,13 @@ def _sized(
         f"{_described(model)}, patches of {patch}",
         _training(run),
     ]
+
+
+def _sizes(splits: Any, shape: tuple[int, ...]) -> str:
+    """Describe the size of the examples, or the range of their sizes."""
+    if not splits.format.is_ragged:
+        return " x ".join(map(str, shape))
+    return f"ragged: {size_range(np.concatenate([splits.train.sizes, splits.test.sizes]))}"
 
 
 def _scaled(run: RunConfig, train: int, scale: Scale, given: Collection[str]) -> RunConfig:
@@ -483,27 +492,31 @@ def _replace(config: Any, path: list[str], value: Any) -> Any:
 
 
 def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
-    """Choose patch sizes that divide the sizes of a grid and give at most `MAX_TOKENS` patches.
+    """Choose patch sizes that give at most `MAX_TOKENS` patches; they need not divide the sizes.
 
     Equal sizes are preferred: at least 2 if the longest axis has 8 values or more, and at least 4
-    from 24 values on, unless `finest`. If none divides all axes, the axis with the most patches
-    gets larger ones.
+    from 24 values on, unless `finest`. If an axis is neither divided by them nor twice as long, the
+    axis with the most patches gets larger ones.
 
-    >>> patches((48, 64)), patches((6, 9))
-    ((4, 4), (1, 1))
+    >>> patches((48, 64)), patches((1237,)), patches((3, 200, 200))
+    ((4, 4), (8,), (1, 32, 32))
     """
     sizes = PATCHES[1:] if finest else PATCHES
     smallest = next(patch for patch, longest in sizes if max(shape) >= longest)
     for patch in (1, 2, 4, 8, 16, 32):
-        fits = all(size % patch == 0 for size in shape)
-        if fits and patch >= smallest and math.prod(n // patch for n in shape) <= MAX_TOKENS:
+        fits = all(size % patch == 0 or size >= 2 * patch for size in shape)
+        if fits and patch >= smallest and _count(shape, [patch] * len(shape)) <= MAX_TOKENS:
             return (patch,) * len(shape)
     chosen = [1] * len(shape)
-    while math.prod(n // p for n, p in zip(shape, chosen, strict=True)) > MAX_TOKENS:
-        axis = max(range(len(shape)), key=lambda i: shape[i] // chosen[i])
-        larger = range(chosen[axis] + 1, shape[axis] + 1)
-        chosen[axis] = next(p for p in larger if shape[axis] % p == 0)
+    while _count(shape, chosen) > MAX_TOKENS:
+        axis = max(range(len(shape)), key=lambda i: shape[i] / chosen[i])
+        chosen[axis] *= 2
     return tuple(chosen)
+
+
+def _count(shape: Sequence[int], patch_size: Sequence[int]) -> int:
+    """Return the number of patches of a grid; the last one along an axis may be incomplete."""
+    return math.prod(-(-size // patch) for size, patch in zip(shape, patch_size, strict=True))
 
 
 def _holds_arrays(path: str) -> bool:

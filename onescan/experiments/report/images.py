@@ -31,6 +31,7 @@ from onescan.experiments.report.plots import (
 )
 from onescan.experiments.report.runs import FinishedRun, RunGroup
 from onescan.experiments.tasks import ImageClassification, ImageGeneration
+from onescan.experiments.tasks.grid import GridTask
 from onescan.experiments.training.logging import read_pictures
 from onescan.inputs.image_files import open_image
 from onescan.inputs.images import unit_pixels
@@ -78,7 +79,9 @@ def noun(group: RunGroup) -> str:
 
 
 def unknown_rows(group: RunGroup) -> str:
-    """Return why rows of the evaluation cannot be matched with images, or an empty string."""
+    """Return why rows of the evaluation cannot be shown with images, or an empty string."""
+    if isinstance(group.task, GridTask) and group.task.format.is_ragged:
+        return f"Not shown: the {group.task.unit} have different sizes."
     rows, count = len(held_out_labels(group)), len(group.task.test)
     if rows == count:
         return ""

@@ -113,9 +113,10 @@ def _row(group: RunGroup, row: int) -> Pictures:
     """Draw one example, its true and its predicted classes or values side by side."""
     task = group.task
     assert isinstance(task, DenseTask)
-    grids, maps = task.test.read(examples_at(task.test, [row])).batch
+    batch = task.test.read(examples_at(task.test, [row])).batch
     with torch.no_grad(), eval_mode(group.model):
-        predicted = task.predicted_maps(group.model, grids)
+        predicted = task.predicted_maps(group.model, batch)
+    grids, maps = batch[:2]
     values = unit_pixels(grids).double()
     low, high = values.min(), values.max()
     example = as_pictures((values - low) / (high - low).clamp(min=1e-12))

@@ -70,7 +70,7 @@ from onescan.experiments.tasks import (
     SequenceClassificationConfig,
     TaskConfig,
 )
-from onescan.experiments.tasks.grid import NOUNS
+from onescan.experiments.tasks.grid import NOUNS, GridTask
 from onescan.experiments.training.config import RunResult
 from onescan.experiments.training.folder import Environment
 from onescan.experiments.training.logging import Split
@@ -196,7 +196,10 @@ def _lead(group: RunGroup) -> str:
         return f"{about}, and a vocabulary of {config.vocab_size:,} tokens."
     patches = math.prod(images.patch_grid(model))
     size, patch = (f" {TIMES} ".join(map(str, n)) for n in (config.image_size, config.patch_size))
-    return f"{about}, and splits each {noun} of {size} into {patches} patches of {patch}."
+    most = "up to " * (isinstance(group.task, GridTask) and group.task.format.is_ragged)
+    return (
+        f"{about}, and splits each {noun} of {most}{size} into {most}{patches} patches of {patch}."
+    )
 
 
 def _cards(group: RunGroup) -> list[Card]:

@@ -135,6 +135,10 @@ class Task(ABC):
         del model
         return None
 
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError if the model cannot read the examples."""
+        del model
+
     def prepare_training(self, device: torch.device) -> None:
         """Load what only training needs, before the folder of the run is created."""
         del device

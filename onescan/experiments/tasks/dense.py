@@ -1,6 +1,8 @@
 """The part that tasks share whose model predicts a class or values at each position of a grid."""
 
+import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from onescan.checks import check_positive
 from onescan.configs import ModelConfig
 from onescan.experiments.data import ArraySplits, ImageSplits
+from onescan.experiments.data.array_maps import IGNORED
 from onescan.experiments.data.share import Share
 from onescan.experiments.tasks.base import Batch, Metrics, Rows, Task, TaskConfig
 from onescan.experiments.tasks.grid import NOUNS, GridTask
@@ -78,42 +81,43 @@ class DenseTask(GridTask):
 
     def augment(self, batch: Batch, seed: int) -> Batch:
         """Cut a random window out of each example, and mirror half of them along each axis."""
-        grids, maps = unit_pixels(batch[0]), batch[1]
+        batch = (unit_pixels(batch[0]), *batch[1:])
+        if not (self.window or self.flip_axes):
+            return batch
         generator = torch.Generator().manual_seed(seed)
-        sides = grids.shape[2:]
-        if self.window:
-            sizes = [min(pair) for pair in zip(self.window, sides, strict=True)]
-            first = [
-                torch.randint(side - size + 1, (len(grids),), generator=generator).tolist()
-                for side, size in zip(sides, sizes, strict=True)
-            ]
-            boxes: list[Any] = [
-                (..., *(slice(at, at + size) for at, size in zip(corner, sizes, strict=True)))
-                for corner in zip(*first, strict=True)
-            ]
-            grids, maps = (
-                torch.stack([each[box] for each, box in zip(whole, boxes, strict=True)])
-                for whole in (grids, maps)
-            )
-        for axis in self.flip_axes:
-            is_mirrored = torch.rand(len(grids), generator=generator) < 0.5  # noqa: PLR2004
-            grids, maps = (
-                _mirrored(each, is_mirrored.to(each.device), axis - len(sides))
-                for each in (grids, maps)
-            )
-        return grids, maps
+        sides = tuple(batch[0].shape[2:])
+        window = self.window or sides
+        examples = []
+        for row, real in enumerate(_real_sides(batch)):
+            box: list[Any] = [...]
+            reverse: list[int] = []
+            for axis, (side, size) in enumerate(zip(real, window, strict=True)):
+                first = int(torch.randint(max(side - size, 0) + 1, (), generator=generator))
+                is_mirrored = bool(torch.rand((), generator=generator) < 0.5)  # noqa: PLR2004
+                box.append(slice(first, min(first + size, side)))
+                reverse += [axis - len(sides)] * (is_mirrored and axis in self.flip_axes)
+            examples.append([part[row][tuple(box)].flip(reverse) for part in batch])
+        return tuple(
+            _padded(parts, value)
+            for parts, value in zip(zip(*examples, strict=True), self._padding, strict=False)
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        scores = self._scores(model(self._model_input(batch[0])), batch[0])
+        scores = self._scores(self._apply(model, batch), batch[0])
         losses, counts = self.losses(scores, batch[1])
         return (losses * counts).sum() / counts.sum().clamp(min=1), {}
 
     def count_labels(self, batch: Batch) -> int:
         return int(self.known(batch[1]).sum())
 
-    def predicted_maps(self, model: nn.Module, grids: AnyGrid) -> Maps:
+    @property
+    def _padding(self) -> tuple[float, ...]:
+        """Values that complete grids, maps and masks of examples of different sizes."""
+        return 0.0, float(IGNORED) if self.target.kind == "class_map" else math.nan, float(False)
+
+    def predicted_maps(self, model: nn.Module, batch: Batch) -> Maps:
         """Return the predicted class, or the values in their units, at each position."""
-        predictions = self.target.predictions(self._predicted(model, grids))
+        predictions = self.target.predictions(self._predicted(model, batch))
         return predictions.argmax(dim=1) if self.target.kind == "class_map" else predictions
 
     @abstractmethod
@@ -124,10 +128,20 @@ class DenseTask(GridTask):
     def losses(self, scores: GridOutputs, maps: Maps) -> tuple[PerExample, Int[Tensor, " B"]]:
         """Return the mean loss over the known targets of each example, and their number."""
 
-    def _predicted(self, model: nn.Module, grids: AnyGrid) -> GridOutputs:
-        """Apply the model in evaluation mode, window by window if the examples are larger."""
+    def _predicted(self, model: nn.Module, batch: Batch) -> GridOutputs:
+        """Apply the model in evaluation mode, window by window if the examples are larger.
+
+        Examples of different sizes are predicted one by one.
+        """
+        grids = batch[0]
         inputs = self._model_input(grids)
-        return self._scores(predict_large(model, inputs, self.window, self.overlap), grids)
+        if not self.format.is_ragged:
+            return self._scores(predict_large(model, inputs, self.window, self.overlap), grids)
+        outputs = []
+        for row, real in enumerate(_real_sides(batch)):
+            box: Any = (slice(row, row + 1), ..., *map(slice, real))
+            outputs.append(predict_large(model, inputs[box], self.window, self.overlap)[0])
+        return self._scores(_padded(outputs, 0.0, tuple(grids.shape[2:])), grids)
 
     def _scores(self, outputs: Any, grids: AnyGrid) -> GridOutputs:
         count = len(self.class_names)
@@ -153,6 +167,25 @@ def mean_loss(rows: Rows) -> float:
     return ((rows["losses"].double() * positions).sum() / positions.sum()).item()
 
 
-def _mirrored(each: Tensor, is_mirrored: Shaped[Tensor, " B"], axis: int) -> Tensor:
-    shape = (-1, *[1] * (each.ndim - 1))
-    return torch.where(is_mirrored.view(shape), each.flip(axis), each)
+def _real_sides(batch: Batch) -> list[tuple[int, ...]]:
+    """Return the size of each example along each axis, without padding."""
+    grids, _, *keep = batch
+    if not keep:
+        return [tuple(grids.shape[2:])] * len(grids)
+    axes = range(grids.ndim - 2)
+    lines = [
+        keep[0].movedim(1 + axis, 1).flatten(2).any(dim=2).sum(dim=1).tolist() for axis in axes
+    ]
+    return list(zip(*lines, strict=True))
+
+
+def _padded(parts: Sequence[Tensor], value: float, sides: tuple[int, ...] | None = None) -> Tensor:
+    """Stack examples, completed to a size along the last axes, or to the largest of them."""
+    shapes = zip(*(part.shape for part in parts), strict=True)
+    shape = tuple(map(max, shapes))
+    shape = shape if sides is None else (*shape[: -len(sides)], *sides)
+    whole = parts[0].new_full((len(parts), *shape), value)
+    for row, part in enumerate(parts):
+        inside: Any = (row, *map(slice, part.shape))
+        whole[inside] = part
+    return whole

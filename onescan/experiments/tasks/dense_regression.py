@@ -66,7 +66,7 @@ class DenseRegression(DenseTask):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         maps = batch[1]
-        scores = self._predicted(model, batch[0])
+        scores = self._predicted(model, batch)
         losses, counts = self.losses(scores, maps)
         known = self.known(maps)
         true = torch.where(known, self.target.standardize(maps), 0).double()

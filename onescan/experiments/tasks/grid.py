@@ -3,12 +3,14 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from onescan.configs import ModelConfig
 from onescan.experiments.data import (
     ArrayDataset,
     ArraySplits,
@@ -22,6 +24,8 @@ from onescan.inputs import GridFormat
 from onescan.inputs.images import unit_pixels
 from onescan.inputs.targets import TargetKind
 from onescan.messages import named_type, plural
+from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.shapes import Logits
 
 UNITS = {1: "signals", 2: "images"}  # what examples are called, by their number of axes
@@ -76,6 +80,27 @@ class GridTask(Task):
         self.reads_share = False
         self.is_wide = isinstance(data.train, ArrayDataset) and data.train.dtype == np.float64
         self.augmentation = augment and augment.build()
+        self.check_equal_sizes(augment=augment)
+
+    def check_equal_sizes(self, **settings: Any) -> None:
+        """Raise ValueError if a setting for examples of one size is set, but sizes differ."""
+        for name, setting in settings.items():
+            if setting is not None and self.format.is_ragged:
+                raise ValueError(
+                    f"task.{name} is {named_type(setting)}, but the examples have different sizes, "
+                    "expected None"
+                )
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError if examples have different sizes, and the model cannot read padding."""
+        if not self.format.is_ragged:
+            return
+        if not isinstance(model, ImageClassifierConfig | DensePredictorConfig):
+            return  # a model of the user, which may have an argument `keep`
+        try:
+            model.check_padding()
+        except ValueError as error:
+            raise ValueError(f"the examples have different sizes, but {error}") from error
 
     @property
     def reads_whole(self) -> bool:
@@ -108,6 +133,12 @@ class GridTask(Task):
         own = images if self.reads_share else self.share.cut(images, axis=2)
         is_standardized = self.is_wide and own.dtype != torch.float64
         return own if is_standardized else self.format.model_input(own)
+
+    def _apply(self, model: nn.Module, batch: Batch) -> Any:
+        """Apply the model to a batch, with its mask if the examples have different sizes."""
+        images, _, *masks = batch
+        inputs = self._model_input(images)
+        return model(inputs, keep=masks[0]) if masks else model(inputs)
 
     def _checked(self, scores: Tensor, images: Tensor) -> Logits:
         outputs = len(self.class_names)
@@ -144,7 +175,7 @@ class RowTask(GridTask):
         """Return the loss of each label or value of each example."""
 
     def _scores(self, model: nn.Module, batch: Batch) -> Logits:
-        output = model(self._model_input(batch[0]))
+        output = self._apply(model, batch)
         if not isinstance(output, Tensor):
             raise ValueError(
                 "the model has a distillation token, which only image classification supports, "

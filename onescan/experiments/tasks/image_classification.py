@@ -90,6 +90,7 @@ class ImageClassification(GridTask):
         self.config = config
         self.repeats = config.augment_repeats
         self.mixing = config.mix and config.mix.build()
+        self.check_equal_sizes(mix=config.mix)
         self.distillation = (
             config.distillation.build(config.teacher, data)
             if config.teacher is not None and isinstance(data, ImageSplits)
@@ -105,15 +106,15 @@ class ImageClassification(GridTask):
             self.distillation.load(device)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
-        images, labels = super().augment(batch, seed)
+        images, labels, *masks = super().augment(batch, seed)
         if self.mixing:
             targets = torch.nn.functional.one_hot(labels, len(self.class_names)).float()
             images, labels = self.mixing(images, targets, derive_seed(seed, "mix"))
-        return images, labels
+        return images, labels, *masks
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-        images, labels = batch
-        logits, distilled = self._logits(model, images)
+        images, labels = batch[:2]
+        logits, distilled = self._logits(model, batch)
         loss = cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing)
         classes = labels.argmax(dim=1) if labels.is_floating_point() else labels
         metrics = {"accuracy": (logits.argmax(dim=1) == classes).float().mean()}
@@ -123,8 +124,8 @@ class ImageClassification(GridTask):
         return loss, metrics | parts
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
-        images, labels = batch
-        logits = self._checked(model(self._model_input(images)), images)
+        images, labels = batch[:2]
+        logits = self._checked(self._apply(model, batch), images)
         top = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
         return {
             "labels": labels,
@@ -143,9 +144,9 @@ class ImageClassification(GridTask):
     def score(self, metrics: dict[str, float]) -> float:
         return metrics["accuracy"]
 
-    def _logits(self, model: nn.Module, images: Tensor) -> tuple[Logits, Logits]:
+    def _logits(self, model: nn.Module, batch: Batch) -> tuple[Logits, Logits]:
         """Return logits to learn the labels with, and logits to distill with; often the same."""
-        output = model(self._model_input(images))
+        output, images = self._apply(model, batch), batch[0]
         if isinstance(output, Tensor):
             logits = self._checked(output, images)
             return logits, logits
@@ -177,8 +178,9 @@ def classify_arrays(
     device = next(model.parameters()).device
     for first in range(0, len(data), ROWS):
         rows = [Example(row) for row in range(first, min(first + ROWS, len(data)))]
-        stored = data.read(rows).batch[0]
+        stored, _, *masks = data.read(rows).batch
         if format.reads_pixels:
             check_unit_range(unit_pixels(stored))
         values = format.model_input(stored).float().to(device)
-        yield from target.predictions(model(values)).cpu()
+        outputs = model(values, keep=masks[0].to(device)) if masks else model(values)
+        yield from target.predictions(outputs).cpu()

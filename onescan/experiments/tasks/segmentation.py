@@ -79,7 +79,7 @@ class Segmentation(DenseTask):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         maps = batch[1]
-        scores = self._predicted(model, batch[0])
+        scores = self._predicted(model, batch)
         losses, counts = self.losses(scores, maps)
         known = self.known(maps).flatten(1)
         classes = scores.shape[1]

@@ -250,6 +250,7 @@ class RunConfig:
         task = self.task.build(splits)
         if isinstance(splits, Splits):
             task.notes = splits.notes
+        task.check_model(self.model)
         return task
 
 

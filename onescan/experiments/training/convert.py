@@ -200,7 +200,7 @@ def _load(source: str | Path | nn.Module) -> _Native:
     if run is None or isinstance(run.format, TextFormat):
         model, tokenizer = load_language_model(str(source))
         return _Native(model=model, tokenizer=tokenizer)
-    if (kind := run.target.kind) != "class":
+    if (kind := run.target.kind) not in ("class", "class_map"):
         raise ValueError(
             f"'{source}' predicts targets of kind {kind}, expected classes: other libraries would "
             "not convert its outputs to values or probabilities"

@@ -15,7 +15,11 @@ if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
     )
 
 from onescan.integrations.transformers.cache import StateCache
-from onescan.integrations.transformers.configuration import OnescanImageConfig, OnescanTextConfig
+from onescan.integrations.transformers.configuration import (
+    OnescanImageConfig,
+    OnescanSegmentationConfig,
+    OnescanTextConfig,
+)
 from onescan.integrations.transformers.convert import load_pretrained, to_transformers
 from onescan.integrations.transformers.heads import (
     OnescanForMultipleChoice,
@@ -34,6 +38,7 @@ from onescan.integrations.transformers.modeling import (
     OnescanForSequenceClassification,
     OnescanTextModel,
 )
+from onescan.integrations.transformers.segmentation import OnescanForSemanticSegmentation
 
 __all__ = [
     "OnescanBackbone",
@@ -42,11 +47,13 @@ __all__ = [
     "OnescanForMaskedLM",
     "OnescanForMultipleChoice",
     "OnescanForQuestionAnswering",
+    "OnescanForSemanticSegmentation",
     "OnescanForSequenceClassification",
     "OnescanForTokenClassification",
     "OnescanImageConfig",
     "OnescanImageModel",
     "OnescanImageProcessor",
+    "OnescanSegmentationConfig",
     "OnescanTextConfig",
     "OnescanTextModel",
     "StateCache",
@@ -63,6 +70,7 @@ TASK_NAMES: dict[str, Any] = {
     "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModelForSemanticSegmentation": modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
     "AutoModelForSequenceClassification": (
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     ),
@@ -71,7 +79,7 @@ TASK_NAMES: dict[str, Any] = {
 
 
 def _register() -> None:
-    for config in (OnescanTextConfig, OnescanImageConfig):
+    for config in (OnescanTextConfig, OnescanImageConfig, OnescanSegmentationConfig):
         transformers.AutoConfig.register(config.model_type, config)
         for auto_class, name in config.auto_classes.items():
             getattr(transformers, auto_class).register(config, globals()[name])

@@ -6,9 +6,11 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedConfig
 
 from onescan.configs import ModelConfig, from_dict, to_dict
+from onescan.inputs.arrays import IMAGE_AXES
 from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.layers.basic import MLPConfig
 from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.dense_predictor import DensePredictorConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 
 try:
@@ -19,7 +21,11 @@ except ImportError:  # older releases
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 # fields whose name differs in transformers
-RENAMED = {"tie_embeddings": "tie_word_embeddings", "num_classes": "num_labels"}
+RENAMED = {
+    "tie_embeddings": "tie_word_embeddings",
+    "num_classes": "num_labels",
+    "out_channels": "num_labels",
+}
 
 
 class _NativeFields:
@@ -230,3 +236,36 @@ class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):
     def stage_names(self) -> list[str]:
         """Names of the feature maps that a backbone can return."""
         return ["stem", *(f"stage{i + 1}" for i in range(self.depth))]
+
+
+class OnescanSegmentationConfig(_NativeFields, PreTrainedConfig):
+    """Config of segmentation models: the fields of `DensePredictorConfig`, for two axes.
+
+    `num_labels` is out_channels. Labels of the value `semantic_loss_ignore_index` have no loss.
+
+    >>> config = OnescanSegmentationConfig(num_labels=3, hidden_size=48, patch_size=[8, 8])
+    >>> config.width, config.decoder, config.semantic_loss_ignore_index
+    (48, 'pyramid', 255)
+    """
+
+    model_type = "onescan_segmentation"
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "num_channels": "channels",
+        "initializer_range": "init_std",
+    }
+    auto_classes = {  # noqa: RUF012
+        "AutoModelForSemanticSegmentation": "OnescanForSemanticSegmentation",
+        "AutoImageProcessor": "OnescanImageProcessor",
+    }
+
+    def __init__(self, *, semantic_loss_ignore_index: int = 255, **fields: Any) -> None:
+        others = self._set_native_fields(DensePredictorConfig(), fields)
+        if len(self.image_size) != IMAGE_AXES:
+            raise ValueError(
+                f"image_size is {tuple(self.image_size)}, expected two numbers: segmentation "
+                "models of transformers read images"
+            )
+        self.semantic_loss_ignore_index = semantic_loss_ignore_index
+        super().__init__(**others)

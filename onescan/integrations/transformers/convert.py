@@ -20,8 +20,10 @@ from onescan.integrations.transformers.modeling import (
     OnescanModel,
     mark_initialized,
 )
+from onescan.integrations.transformers.segmentation import OnescanForSemanticSegmentation
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
+from onescan.models.dense_predictor import DensePredictor
 from onescan.models.image_classifier import ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
@@ -31,6 +33,7 @@ CONVERTED: dict[type[nn.Module], type[OnescanModel]] = {
     MaskedLM: OnescanForMaskedLM,
     SequenceClassifier: OnescanForSequenceClassification,
     ImageClassifier: OnescanForImageClassification,
+    DensePredictor: OnescanForSemanticSegmentation,
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LANGUAGE_MODELS: dict[str, Any] = {
@@ -47,7 +50,8 @@ def to_transformers(
     `from_pretrained`. `to_onescan()` of the result returns a native model again.
 
     Args:
-        model: A language model or a classifier.
+        model: A language model, a classifier, or a `DensePredictor` of two axes, whose output
+            channels are classes.
         image_format: An `onescan.inputs.images.ImageFormat`, as in `onescan.load(...).format`.
             `save_pretrained` then also writes an image processor, which pipelines read.
         tokenizer: An `onescan.inputs.Tokenizer`, as returned by `onescan.load_language_model`.
@@ -57,8 +61,9 @@ def to_transformers(
 
     Raises:
         ValueError: If the class of the model is not supported, a field contradicts the model, an
-            image format is given for a model that reads no images, or a tokenizer for a model that
-            reads no text or has a smaller vocabulary.
+            image format is given for a model that reads no images, or one with a crop for a
+            `DensePredictor`, or a tokenizer for a model that reads no text or has a smaller
+            vocabulary.
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
@@ -66,16 +71,22 @@ def to_transformers(
     kind: Any = CONVERTED[type(model)]
     native: Any = model.config
     processor = None
+    reads_images = kind.main_input_name == "pixel_values"
     if image_format is not None:
-        if kind is not OnescanForImageClassification:
+        if not reads_images:
             raise ValueError(
                 f"image_format was given for {named_type(model)}, which reads no images"
             )
         if not isinstance(image_format, ImageFormat):
             raise ValueError(f"image_format is {named_type(image_format)}, expected an ImageFormat")
+        if kind is OnescanForSemanticSegmentation and image_format.crop is not None:
+            raise ValueError(
+                f"image_format.crop is {image_format.crop}, expected None: pixels outside of the "
+                "crop would have no class"
+            )
         processor = OnescanImageProcessor.from_onescan(image_format)
     if tokenizer is not None:
-        if kind is OnescanForImageClassification:
+        if reads_images:
             raise ValueError(f"tokenizer was given for {named_type(model)}, which reads no text")
         if not isinstance(tokenizer, Tokenizer):
             raise ValueError(

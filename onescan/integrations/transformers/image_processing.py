@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
 from transformers import BaseImageProcessor, BatchFeature
 from transformers.image_transforms import to_channel_dimension_format
 from transformers.image_utils import ChannelDimension, make_flat_list_of_images
@@ -111,6 +113,34 @@ class OnescanImageProcessor(BaseImageProcessor):
             raise ValueError("images is empty, expected at least one image")
         pixels = [_prepare(image_format, image) for image in flat]
         return BatchFeature({"pixel_values": torch.stack(pixels)}, tensor_type=return_tensors)
+
+    def post_process_semantic_segmentation(
+        self, outputs: Any, target_sizes: Sequence[Sequence[int]] | None = None
+    ) -> list[Tensor]:
+        """Return the most probable class of each pixel, for each image.
+
+        Args:
+            outputs: Output of an `OnescanForSemanticSegmentation`.
+            target_sizes: Height and width of each image before it was resized. None returns the
+                size of the model's input.
+
+        Returns:
+            Classes, [height, width] each.
+
+        Raises:
+            ValueError: If there is not one size per image.
+        """
+        logits = outputs.logits
+        if target_sizes is None:
+            return list(logits.argmax(dim=1))
+        if len(target_sizes) != len(logits):
+            raise ValueError(
+                f"target_sizes has {len(target_sizes)} sizes, but there are {len(logits)} images"
+            )
+        return [
+            interpolate(each[None], size=tuple(size), mode="bilinear")[0].argmax(dim=0)
+            for each, size in zip(logits, target_sizes, strict=True)
+        ]
 
 
 def _prepare(image_format: ImageFormat, image: Any) -> Pixels:

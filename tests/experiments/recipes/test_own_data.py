@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 import re
 import shutil
@@ -18,7 +19,13 @@ from onescan.cli import main
 from onescan.configs import replace
 from onescan.experiments.data import ArrayDatasetConfig, Example
 from onescan.experiments.recipes import find_recipe
-from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary, patches
+from onescan.experiments.recipes.infer import (
+    MAX_TOKENS,
+    for_path,
+    infer,
+    infer_vocabulary,
+    patches,
+)
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 
@@ -170,13 +177,25 @@ def test_flag_of_channels_last_is_kept(tmp_path):
     assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2,)
 
 
-def test_patches_divide_sizes():
-    assert patches((48, 64)) == (4, 4)
-    assert patches((8, 8)) == (2, 2)
-    assert patches((1000,)) == (4,)
-    for shape in [(31,), (6, 9), (5, 32, 32), (97, 101)]:
-        sizes = patches(shape)
-        assert all(size % patch == 0 for size, patch in zip(shape, sizes, strict=True))
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((48, 64), (4, 4)),
+        ((8, 8), (2, 2)),
+        ((1000,), (4,)),
+        ((1234,), (8,)),  # 2 x 617: divided only by patches that are too small or too large
+        ((1237,), (8,)),  # prime
+        ((30, 30), (4, 4)),
+        ((97, 101), (8, 8)),
+        ((6, 9), (2, 2)),
+        ((5, 32, 32), (1, 8, 4)),  # the first axis is too short for patches of 4
+        ((4, 32), (4, 4)),
+    ],
+)
+def test_patches_are_chosen_by_size(shape, expected):
+    assert patches(shape) == expected
+    counts = [-(-size // patch) for size, patch in zip(shape, expected, strict=True)]
+    assert math.prod(counts) <= MAX_TOKENS
 
 
 def onescan(*argv):

@@ -247,9 +247,9 @@ def test_scores_equal_those_of_scikit_learn(tmp_path):
     run = tiny(save(tmp_path / "a.npz", x=X, y=y), data={"ignore_index": 255})
     task, model = run.build_task(), run.model.build().eval()
     evaluation = evaluate(model, task)
-    grids, maps = batch_of(task.test, 5)
+    batch = batch_of(task.test, 5)
     with torch.no_grad():
-        predicted = task.predicted_maps(model, grids)
+        maps, predicted = batch[1], task.predicted_maps(model, batch)
     known = maps != IGNORED
     iou = jaccard_score(maps[known], predicted[known], average=None, labels=range(3))
     assert [evaluation.metrics[f"{i}_iou"] for i in range(3)] == pytest.approx(iou)
@@ -265,9 +265,9 @@ def test_errors_equal_those_of_scikit_learn(tmp_path):
     run = tiny(save(tmp_path / "a.npz", x=X, y=with_unknown(VALUES, np.s_[::2, 1])), "value_map")
     task, model = run.build_task(), run.model.build().eval()
     metrics = evaluate(model, task).metrics
-    grids, maps = batch_of(task.test, 5)
+    batch = batch_of(task.test, 5)
     with torch.no_grad():
-        predicted = task.predicted_maps(model, grids)
+        maps, predicted = batch[1], task.predicted_maps(model, batch)
     for i in range(2):
         known = ~maps[:, i].isnan()
         pair = maps[:, i][known], predicted[:, i][known]
@@ -350,6 +350,51 @@ def test_tasks_and_models_of_other_targets_are_refused(tmp_path):
     batch = torch.zeros(2, 1, *SIDES), torch.zeros(2, *SIDES).long()
     with pytest.raises(ValueError, match=r"with 3 classes; expected model\.out_channels 3"):
         task.loss(Constant(torch.zeros(2, 1, *SIDES)), batch)
+
+
+# Examples of different sizes
+
+
+@pytest.mark.parametrize("kind", ["class_map", "value_map"])
+def test_examples_of_different_sizes_are_read_without_their_padding(tmp_path, kind):
+    sizes = np.stack([RNG.integers(3, 8, COUNT), RNG.integers(4, 11, COUNT)], 1)
+    results, y = [], CLASSES if kind == "class_map" else VALUES
+    for name, padding in (("a", 0), ("b", 7)):
+        x, maps = X.copy(), y.copy()
+        for row, (height, width) in enumerate(sizes):
+            x[row, height:], x[row, :, width:] = padding, padding
+            maps[row, height:], maps[row, :, width:] = padding, padding
+        path = save(tmp_path / f"{name}.npz", x=x, y=maps, lengths=sizes)
+        run = tiny(path, kind, {"flip_axes": (0, 1), "window": (4, 5)}, epochs=1)
+        assert len(run.build_task().class_names) == (3 if kind == "class_map" else 2)
+        results.append(train(run, tmp_path / name))
+    assert_same(*results)
+    task, checkpoint = run.build_task(), load(tmp_path / "b")
+    metrics = evaluate(checkpoint.model, task).metrics
+    batch = batch_of(task.test, 5)
+    assert len(batch) == 3
+    assert task.count_labels(batch) == batch[2].sum() * (1 if kind == "class_map" else 2)
+    with torch.no_grad():
+        together = task.predicted_maps(checkpoint.model, batch)
+    for row, keep in enumerate(batch[2]):
+        inside = np.s_[row : row + 1, ..., : keep.any(1).sum(), : keep.any(0).sum()]
+        alone = task.predicted_maps(checkpoint.model, tuple(part[inside] for part in batch))
+        torch.testing.assert_close(together[inside], alone)
+    assert metrics == pytest.approx(results[1].metrics)
+
+
+def test_windows_of_different_sizes_keep_targets_in_place(tmp_path):
+    sizes = np.stack([RNG.integers(2, 8, COUNT), RNG.integers(2, 11, COUNT)], 1)
+    x = 1 + np.arange(COUNT * 70, dtype=np.float32).reshape(COUNT, *SIDES)
+    path = save(tmp_path / "a.npz", x=x, y=x.astype(int) % 3, lengths=sizes)
+    task = SegmentationConfig(flip_axes=(0, 1), window=(4, 99)).build(build(path))
+    grids, maps, keep = task.augment(batch_of(task.train, 15), 3)
+    assert torch.equal(keep, grids[:, 0] > 0)
+    assert torch.equal(maps, torch.where(keep, grids[:, 0].long() % 3, IGNORED))
+    heights = np.minimum(sizes[task.train.places], [4, 99])
+    assert keep.any(2).sum(1).tolist() == heights[:, 0].tolist()
+    assert keep.any(1).sum(1).tolist() == heights[:, 1].tolist()
+    assert keep[:, 0, 0].all()
 
 
 # Runs
