@@ -16,6 +16,8 @@ from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from onescan.experiments.tasks.distillation import DistillationConfig as DistillationConfig
+    from onescan.experiments.tasks.forecasting import Forecasting as Forecasting
+    from onescan.experiments.tasks.forecasting import ForecastingConfig as ForecastingConfig
     from onescan.experiments.tasks.glue import Glue as Glue
     from onescan.experiments.tasks.glue import GlueConfig as GlueConfig
     from onescan.experiments.tasks.image_classification import (
@@ -61,6 +63,8 @@ _MODULES = {
     "BatchPlan": "base",
     "DistillationConfig": "distillation",
     "Evaluation": "base",
+    "Forecasting": "forecasting",
+    "ForecastingConfig": "forecasting",
     "Glue": "glue",
     "GlueConfig": "glue",
     "ImageClassification": "image_classification",

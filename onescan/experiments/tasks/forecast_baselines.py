@@ -1,0 +1,107 @@
+"""Baselines of forecasting: the seasonal naive forecast, and linear regression on the context."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float32, Float64
+from torch import Tensor
+
+from onescan.experiments.data.base import Example
+from onescan.experiments.data.forecasting import WindowSet
+from onescan.inputs.forecast import ForecastFormat, Quantiles, Values
+
+MAX_WINDOWS = 4_096  # of the training data
+BATCH = 1_024
+ALPHAS = (0.1, 1.0, 10.0, 100.0, 1_000.0)  # ridge penalties to choose from
+
+Features = Float32[Tensor, "windows features"]
+
+
+def seasonal_naive(context: Values, horizon: int, seasonality: int) -> Values:
+    """Repeat the last season; missing values are those of earlier seasons, or the last value.
+
+    Args:
+        context: Values of shape [B, channels, context]; NaN where they are missing.
+        horizon: Steps to forecast.
+        seasonality: Steps per season, at most the context.
+
+    >>> seasonal_naive(torch.tensor([[[1.0, 2.0, 3.0, float("nan")]]]), 3, 2)
+    tensor([[[3., 2., 3.]]])
+    """
+    length = context.shape[-1]
+    season = context[..., length - seasonality :]
+    for end in range(length - seasonality, seasonality - 1, -seasonality):
+        season = torch.where(season.isnan(), context[..., end - seasonality : end], season)
+    steps = torch.arange(length)
+    newest = torch.where(context.isnan(), -1, steps).argmax(dim=-1, keepdim=True)
+    season = torch.where(season.isnan(), context.gather(-1, newest), season)
+    return season.repeat(1, 1, -(-horizon // seasonality))[..., :horizon]
+
+
+class LinearForecast:
+    """Ridge regression from the standardized context to each step of the horizon.
+
+    Missing values of the context are 0. The penalty is chosen by leave-one-out cross-validation.
+    """
+
+    def __init__(self, format: ForecastFormat, train: WindowSet) -> None:
+        from sklearn.linear_model import RidgeCV  # imported on use: half a second
+
+        self.format = format
+        features, targets = zip(
+            *((self._features(x), format.targets(y, x).flatten(1)) for x, y in batches(train)),
+            strict=True,
+        )
+        inputs, outputs = torch.cat(features).numpy(), torch.cat(targets)
+        known = ~outputs.isnan()
+        patterns, groups = known.unique(dim=1, return_inverse=True)
+        self.parts = []
+        for i, rows in enumerate(patterns.T):
+            steps = groups == i
+            if not rows.any():
+                continue
+            model = RidgeCV(alphas=ALPHAS).fit(
+                inputs[rows.numpy()], outputs[rows][:, steps].numpy()
+            )
+            self.parts.append((steps, model))
+
+    def __call__(self, context: Values) -> Values:
+        features = self._features(context).numpy()
+        standard = torch.zeros(len(context), self.format.channels * self.format.horizon)
+        for steps, model in self.parts:
+            predicted = torch.as_tensor(model.predict(features), dtype=standard.dtype)
+            standard[:, steps] = predicted.reshape(len(context), -1)
+        mean, std = self.format.scale(context)
+        return standard.double().unflatten(1, (self.format.channels, -1)) * std + mean
+
+    def _features(self, context: Values) -> Features:
+        inputs = self.format.model_input(context)
+        return inputs[:, : self.format.channels, : self.format.context].flatten(1)
+
+
+def with_quantiles(
+    forecast: Callable[[Values], Values], format: ForecastFormat, train: WindowSet, test: WindowSet
+) -> Quantiles:
+    """Forecast the test windows; quantiles add those of the standardized training errors.
+
+    The median is the forecast itself.
+    """
+    errors = torch.cat(
+        [format.targets(y, x) - format.targets(forecast(x), x) for x, y in batches(train)]
+    )
+    spread = errors.double().nanquantile(errors.new_tensor(format.quantiles).double(), dim=0)
+    spread[format.median] = 0
+    found = []
+    for context, _ in batches(test, most=len(test)):
+        _, std = format.scale(context)
+        found.append(forecast(context)[:, None] + spread * std[:, None])
+    return torch.cat(found)
+
+
+def batches(windows: WindowSet, most: int = MAX_WINDOWS) -> Iterator[tuple[Values, Values]]:
+    """Yield the contexts and futures of at most `most` windows, spread evenly."""
+    count = min(len(windows), most)
+    places = [i * len(windows) // count for i in range(count)]
+    for at in range(0, count, BATCH):
+        values, *_ = windows.read([Example(place) for place in places[at : at + BATCH]]).batch
+        yield values[..., : windows.context], values[..., windows.context :]
