@@ -11,6 +11,7 @@ from torch import Tensor
 from onescan.checks import check_positive
 from onescan.experiments.data.base import DataConfig, DataSet, Example, LoadedBatch, Splits
 from onescan.experiments.data.series import SeriesTable, read_series
+from onescan.experiments.data.times import Times
 
 MAX_TEST_WINDOWS = 1_000  # that are chosen by default
 PERIODS = 4  # horizons in an inferred context
@@ -68,7 +69,10 @@ class ForecastDatasetConfig(DataConfig):
         table = self._read()
         sizes = self._resolved(table)
         context, horizon, season = sizes.context, sizes.horizon, sizes.seasonality
-        assert context and horizon and season and sizes.test_stride
+        assert context
+        assert horizon
+        assert season
+        assert sizes.test_stride
         values, length = table.values, table.values.shape[-1]
         begin = length - self._test_length(length, horizon)
         windows = WindowSet(
@@ -92,7 +96,8 @@ class ForecastDatasetConfig(DataConfig):
             seasonality=season,
             errors=_naive_errors(values[..., :begin], season),
             names=table.names,
-            channel_names=table.names[0] if self.joint and table.has_columns else (),
+            times=table.times,
+            channel_names=table.names[0] if table.has_columns and values.shape[1] > 1 else (),
             notes=(*table.notes, held_out),
         )
 
@@ -194,6 +199,8 @@ class ForecastSplits(Splits):
     NaN where it is 0 or not defined."""
     names: tuple[tuple[str, ...], ...]
     """Name of each channel of each series."""
+    times: Times | None
+    """The time of each step, if it is known."""
     channel_names: tuple[str, ...]
     """Columns that are forecast together; () if each is a series of its own."""
 

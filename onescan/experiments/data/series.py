@@ -46,6 +46,19 @@ class SeriesTable:
         names = tuple((name,) for series in self.names for name in series)
         return replace(self, values=self.values.flatten(0, 1)[:, None], names=names)
 
+    def select(self, columns: Sequence[str]) -> "SeriesTable":
+        """Return some columns of a table.
+
+        Raises:
+            ValueError: If one does not exist.
+        """
+        (names,) = self.names
+        for column in columns:
+            if column not in names:
+                raise ValueError(f"there is no column {column!r}{hint(column, names)}")
+        values = self.values[:, [names.index(column) for column in columns]]
+        return replace(self, values=values, names=(tuple(columns),))
+
 
 def read_series(path: str, time_column: str | None = None) -> SeriesTable:
     """Read time series.
@@ -159,21 +172,18 @@ def _read_array(path: Path) -> SeriesTable:
             f"{path}: {name} holds {x.dtype} of shape {x.shape}, expected real numbers of shape "
             "[T], [T, channels] or [N, T, channels]"
         )
-    wide = x.astype(np.float64).reshape((1,) * (2 - x.ndim) + x.shape)  # [T] is [1, T]
-    series = wide[0, :, None][None] if x.ndim == 1 else wide.reshape(-1, *wide.shape[-2:])
-    with np.errstate(invalid="ignore"):
-        wrong = np.argwhere(np.abs(series) > LARGEST)
-    if len(wrong):
-        number = series[tuple(wrong[0])]
+    for place in np.argwhere(np.abs(x.astype(np.float64)) > LARGEST)[:1].tolist():
         raise ValueError(
-            f"{path}: step {wrong[0][1]} of {name} holds {number:g}, expected a number up to "
-            f"{LARGEST:g}, or NaN if it is missing"
+            f"{path}: {name}{place} is {x[tuple(place)]}, expected a number up to {LARGEST:g}, or "
+            "NaN if it is missing"
         )
-    labels = [
-        tuple(_label(name, x.ndim, n, c) for c in range(series.shape[2]))
+    wide = x[:, None] if x.ndim == 1 else x
+    series = (wide if x.ndim == max(AXES) else wide[None]).astype(np.float64)
+    names = tuple(
+        tuple(_label(name, x.ndim, n, channel) for channel in range(series.shape[2]))
         for n in range(len(series))
-    ]
-    return SeriesTable(values=torch.from_numpy(series.swapaxes(1, 2).copy()), names=tuple(labels))
+    )
+    return SeriesTable(values=torch.from_numpy(series).mT.contiguous(), names=names)
 
 
 def _label(name: str, axes: int, series: int, channel: int) -> str:

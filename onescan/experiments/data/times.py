@@ -89,7 +89,7 @@ class Times:
             sizes = {"day": DAY, "hour": HOUR, "minute": MINUTE, "second": 1}
             noun = next(noun for noun, size in sizes.items() if self.step % size == 0)
             return plural(int(self.step / sizes[noun]), noun)
-        return self.text(0) if not self.first and self.step == 0 else f"{float(self.step):.12g}"
+        return f"{float(self.step):.12g}"
 
 
 def is_date(text: str) -> bool:

@@ -17,6 +17,7 @@ from onescan.layers.position import AbsolutePositionConfig, TokenPositionConfig
 KINDS = {
     "digits": "Image classification",
     "own_data": "Your own data",
+    "forecasting": "Forecasting",
     "images": "Image classification",
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",

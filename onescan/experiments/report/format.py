@@ -9,7 +9,14 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 LONGEST_LABEL = 24
 MINUTE, HOUR = 60, 3600
 GIB = 1024  # MiB
-SPELLED = {"top5": "top-5", "mae": "MAE", "rmse": "RMSE", "r2": "R\N{SUPERSCRIPT TWO}", "f1": "F1"}
+SPELLED = {
+    "top5": "top-5",
+    "mae": "MAE",
+    "mase": "MASE",
+    "rmse": "RMSE",
+    "r2": "R\N{SUPERSCRIPT TWO}",
+    "f1": "F1",
+}
 ACCURACY = "accuracy"  # suffix of metrics that are shares; higher is better
 
 

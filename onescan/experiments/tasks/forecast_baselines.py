@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32
 from torch import Tensor
 
 from onescan.experiments.data.base import Example

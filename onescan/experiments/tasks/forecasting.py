@@ -39,7 +39,7 @@ class ForecastingConfig(TaskConfig):
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         numbers = self.quantiles
         is_increasing = sorted(set(numbers)) == list(numbers)
-        if not (is_increasing and MEDIAN in numbers and 0 < numbers[0] and numbers[-1] < 1):
+        if not (is_increasing and MEDIAN in numbers and numbers[0] > 0 and numbers[-1] < 1):
             raise ValueError(
                 f"task.quantiles is {numbers}, expected increasing numbers between 0 and 1, with "
                 "0.5 among them"
