@@ -38,6 +38,11 @@ def forecast_rows(
     from onescan.inference.forecasting import forecast
 
     table = read_series(path, time_column)
+    if table.times and format.every not in ("", table.times.every):
+        raise ValueError(
+            f"{path}: the times are {table.times.every} apart, expected {format.every}, as in the "
+            "training data"
+        )
     try:
         table = _channels(table, format)
         quantiles = forecast(model, table.values, format)
@@ -56,10 +61,13 @@ def forecast_rows(
                 rows.append(row | dict(zip(names, known, strict=True)))
             until = f" to {time}" if times else ""
             low, middle, high = (f"{numbers[i]:.6g}" for i in (0, format.median, -1))
-            echo(
-                f"{printable(f'{path}: {label}')}: {plural(format.horizon, 'step')}{until}; at the "
-                f"last step {middle} ({names[0]} {low}, {names[-1]} {high})"
+            about = (
+                f"no forecast, because no value of the last {format.context} steps is known"
+                if math.isnan(numbers[0])
+                else f"{plural(format.horizon, 'step')}{until}; at the last step {middle} "
+                f"({names[0]} {low}, {names[-1]} {high})"
             )
+            echo(f"{printable(f'{path}: {label}')}: {about}")
     return rows
 
 
@@ -71,7 +79,7 @@ def _channels(table: "SeriesTable", format: "ForecastFormat") -> "SeriesTable":
         return table.select(format.names)
     if table.values.shape[1] != format.channels:
         raise ValueError(
-            f"there are {plural(table.values.shape[1], 'channel')}, expected {format.channels}, "
-            "which the model forecasts together"
+            f"a series has {plural(table.values.shape[1], 'channel')}, expected "
+            f"{format.channels}, which the model forecasts together"
         )
     return table

@@ -1,15 +1,17 @@
 """Forecast time series with a trained model."""
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from onescan.inputs.forecast import ForecastFormat, Quantiles, Values
+from onescan.inputs.forecast import ForecastFormat, Quantiles
 
+Series = Float[Tensor, "B channels time"]
 BATCH = 256  # series
 
 
 @torch.no_grad()
-def forecast(model: nn.Module, values: Values, format: ForecastFormat) -> Quantiles:
+def forecast(model: nn.Module, values: Series, format: ForecastFormat) -> Quantiles:
     """Forecast the steps after the end of each series.
 
     Args:

@@ -8,11 +8,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from onescan.inputs.format import Format
-from onescan.shapes import GridOutputs, Grids
 
-Values = Float[Tensor, "B channels time"]
+Context = Float[Tensor, "B channels context"]
+Future = Float[Tensor, "B channels horizon"]
 PerWindow = Float[Tensor, "B channels 1"]
 Quantiles = Float[Tensor, "B quantiles channels horizon"]
+Inputs = Float[Tensor, "B inputs steps"]
+Outputs = Float[Tensor, "B outputs steps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +35,21 @@ class ForecastFormat(Format):
     """Quantiles that it forecasts, in increasing order; one is 0.5, the median."""
     names: tuple[str, ...] = ()
     """Columns of the channels, in order; () if they have no names or are series of their own."""
+    every: str = ""
+    """Time between steps, such as 7 days; empty if it is not known."""
 
     @property
     def median(self) -> int:
         """Place of the median among the quantiles."""
         return self.quantiles.index(0.5)
 
-    def scale(self, context: Values) -> tuple[PerWindow, PerWindow]:
+    def scale(self, context: Context) -> tuple[PerWindow, PerWindow]:
         """Return the mean and standard deviation of the observed values of each context.
 
         The standard deviation of constant values is 1. If no value is observed, the mean is NaN.
 
         Args:
-            context: Values of shape [B, channels, context]; NaN where they are missing.
+            context: Context of shape [B, channels, context]; NaN where they are missing.
 
         Returns:
             Mean and standard deviation in float64, of shape [B, channels, 1].
@@ -64,11 +68,11 @@ class ForecastFormat(Format):
         std = largest * ((rest / largest) ** 2).sum(dim=-1, keepdim=True).div(count).sqrt()
         return first + shift, torch.where(std > 0, std, 1)
 
-    def model_input(self, context: Values) -> Grids:
+    def model_input(self, context: Context) -> Inputs:
         """Convert the steps before the forecast to the model's input.
 
         Args:
-            context: Values of shape [B, channels, context]; NaN where they are missing.
+            context: Context of shape [B, channels, context]; NaN where they are missing.
 
         Returns:
             float32 of shape [B, 2 * channels, context + horizon]: the standardized values, with 0
@@ -89,12 +93,12 @@ class ForecastFormat(Format):
         values = torch.where(known, (context.double() - mean) / std, 0)
         return pad(torch.cat([values, known], dim=1).float(), (0, self.horizon))
 
-    def targets(self, future: Values, context: Values) -> Values:
+    def targets(self, future: Future, context: Context) -> Future:
         """Standardize the steps after a context as the model's targets.
 
         Args:
             future: Values of shape [B, channels, horizon]; NaN where they are missing.
-            context: Values before them, of shape [B, channels, context].
+            context: Context before them, of shape [B, channels, context].
 
         Returns:
             float32 of shape [B, channels, horizon]; NaN where the value is missing, or no value of
@@ -103,7 +107,7 @@ class ForecastFormat(Format):
         mean, std = self.scale(context)
         return ((future.double() - mean) / std).float()
 
-    def scores(self, outputs: GridOutputs) -> Quantiles:
+    def scores(self, outputs: Outputs) -> Quantiles:
         """Return the outputs of a model for the horizon, as standardized quantiles.
 
         Args:
@@ -118,12 +122,12 @@ class ForecastFormat(Format):
             )
         return outputs[..., -self.horizon :].unflatten(1, shape)
 
-    def predictions(self, outputs: GridOutputs, context: Values) -> Quantiles:
+    def predictions(self, outputs: Outputs, context: Context) -> Quantiles:
         """Convert a model's outputs to quantiles in the units of the series.
 
         Args:
             outputs: Outputs of the model for ``model_input(context)``.
-            context: Values before the forecast, of shape [B, channels, context].
+            context: Context before the forecast, of shape [B, channels, context].
 
         Returns:
             float64 of shape [B, quantiles, channels, horizon], sorted along the quantiles; NaN for

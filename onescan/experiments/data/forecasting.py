@@ -18,6 +18,8 @@ PERIODS = 4  # horizons in an inferred context
 MAX_CONTEXT = 512  # that is inferred
 LEAST_HORIZONS = 20  # of which a series without seasons has at least as many
 
+Windows = Float64[Tensor, "B channels steps"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastDatasetConfig(DataConfig):
@@ -148,7 +150,9 @@ class ForecastDatasetConfig(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSet(DataSet):
-    """Windows of series: a batch is (values, series, starts), values [B, channels, time] in float64.
+    """Windows of series: a batch is (values, series, starts).
+
+    The values have shape [B, channels, context + horizon], in float64.
 
     Attributes:
         values: All series; NaN where values are missing.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onescan.experiments.data.base import Example
 from onescan.experiments.data.forecasting import WindowSet
-from onescan.inputs.forecast import ForecastFormat, Quantiles, Values
+from onescan.inputs.forecast import Context, ForecastFormat, Future, Quantiles
 
 MAX_WINDOWS = 4_096  # of the training data
 BATCH = 1_024
@@ -17,7 +17,7 @@ ALPHAS = (0.1, 1.0, 10.0, 100.0, 1_000.0)  # ridge penalties to choose from
 Features = Float32[Tensor, "windows features"]
 
 
-def seasonal_naive(context: Values, horizon: int, seasonality: int) -> Values:
+def seasonal_naive(context: Context, horizon: int, seasonality: int) -> Future:
     """Repeat the last season; missing values are those of earlier seasons, or the last value.
 
     Args:
@@ -65,7 +65,7 @@ class LinearForecast:
             )
             self.parts.append((steps, model))
 
-    def __call__(self, context: Values) -> Values:
+    def __call__(self, context: Context) -> Future:
         features = self._features(context).numpy()
         standard = torch.zeros(len(context), self.format.channels * self.format.horizon)
         for steps, model in self.parts:
@@ -74,13 +74,13 @@ class LinearForecast:
         mean, std = self.format.scale(context)
         return standard.double().unflatten(1, (self.format.channels, -1)) * std + mean
 
-    def _features(self, context: Values) -> Features:
+    def _features(self, context: Context) -> Features:
         inputs = self.format.model_input(context)
         return inputs[:, : self.format.channels, : self.format.context].flatten(1)
 
 
 def with_quantiles(
-    forecast: Callable[[Values], Values], format: ForecastFormat, train: WindowSet, test: WindowSet
+    forecast: Callable[[Context], Future], format: ForecastFormat, train: WindowSet, test: WindowSet
 ) -> Quantiles:
     """Forecast the test windows; quantiles add those of the standardized training errors.
 
@@ -98,7 +98,7 @@ def with_quantiles(
     return torch.cat(found)
 
 
-def batches(windows: WindowSet, most: int = MAX_WINDOWS) -> Iterator[tuple[Values, Values]]:
+def batches(windows: WindowSet, most: int = MAX_WINDOWS) -> Iterator[tuple[Context, Future]]:
     """Yield the contexts and futures of at most `most` windows, spread evenly."""
     count = min(len(windows), most)
     places = [i * len(windows) // count for i in range(count)]

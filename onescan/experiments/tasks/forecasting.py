@@ -8,14 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from onescan.checks import check_positive
-from onescan.experiments.data.forecasting import ForecastSplits, WindowSet
+from onescan.experiments.data.forecasting import ForecastSplits, Windows, WindowSet
 from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, Task, TaskConfig
 from onescan.experiments.tasks.forecast_baselines import (
     LinearForecast,
     seasonal_naive,
     with_quantiles,
 )
-from onescan.inputs.forecast import ForecastFormat, Quantiles, Values
+from onescan.inputs.forecast import Context, ForecastFormat, Future, Quantiles
 
 MEDIAN = 0.5
 
@@ -65,6 +65,7 @@ class Forecasting(Task):
             horizon=data.train.horizon,
             quantiles=config.quantiles,
             names=data.channel_names,
+            every=data.times.every if data.times else "",
         )
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
@@ -125,20 +126,20 @@ class Forecasting(Task):
         naive = partial(
             seasonal_naive, horizon=self.format.horizon, seasonality=self.data.seasonality
         )
-        forecasts = {"seasonal_naive": naive, "linear": LinearForecast(self.format, self.train)}
+        regression = LinearForecast(self.format, self.train)
         return {
             name: with_quantiles(forecast, self.format, self.train, self.test)
-            for name, forecast in forecasts.items()
+            for name, forecast in (("seasonal_naive", naive), ("linear", regression))
         }
 
-    def _losses(self, scores: Quantiles, targets: Values) -> Values:
+    def _losses(self, scores: Quantiles, targets: Future) -> Future:
         return pinball(targets, scores, self.config.quantiles).mean(dim=1)
 
-    def _split(self, windows: Values) -> tuple[Values, Values]:
+    def _split(self, windows: Windows) -> tuple[Context, Future]:
         return windows[..., : self.format.context], windows[..., self.format.context :]
 
 
-def pinball(true: Values, predictions: Quantiles, quantiles: tuple[float, ...]) -> Quantiles:
+def pinball(true: Future, predictions: Quantiles, quantiles: tuple[float, ...]) -> Quantiles:
     """Return twice the quantile loss of each forecast: the absolute error for the median.
 
     >>> pinball(torch.tensor([[[1.0]]]), torch.zeros(1, 2, 1, 1), (0.5, 0.9)).flatten()
