@@ -126,7 +126,7 @@ class ForecastDatasetConfig(DataConfig):
         horizon = self.horizon or max(min(usual, length // 10), 1)
         training = length - self._test_length(length, horizon)
         usual = min(PERIODS * horizon, MAX_CONTEXT)
-        context = self.context or max(min(max(usual, season), training // 2 - horizon), 1)
+        context = self.context or max(min(max(usual, season), 2 * (training - horizon) // 3), 1)
         if training < context + horizon:
             raise ValueError(
                 f"data.path is {self.path!r}, which has {training} steps before the test period, "

@@ -43,7 +43,7 @@ def forecaster() -> RunConfig:
             drop_path=0.0,
             init_std=0.1,
         ),
-        training=TrainingConfig(epochs=20, batch_size=32, learning_rate=2e-3),
+        training=TrainingConfig(epochs=20, batch_size=32, learning_rate=2e-3, ema_decay=0.99),
     )
 
 

@@ -46,7 +46,7 @@ from onescan.models.sequence_classifier import SequenceClassifierConfig
 SMALL = 2_000  # training examples below which models and images are small
 SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
-WINDOW_PATCHES = ((16, 2048), (8, 1024), (4, 24), (1, 1))  # patch for windows of this length
+WINDOW_PATCHES = ((16, 512), (8, 128), (4, 24), (1, 1))  # patch for windows of this length
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
