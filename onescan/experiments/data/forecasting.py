@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float64, Int
@@ -19,6 +20,15 @@ MAX_CONTEXT = 512  # that is inferred
 LEAST_HORIZONS = 20  # of which a series without seasons has at least as many
 
 Windows = Float64[Tensor, "B channels steps"]
+
+
+class Sizes(NamedTuple):
+    """The fields of `ForecastDatasetConfig` of the same names."""
+
+    context: int
+    horizon: int
+    seasonality: int
+    test_stride: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,7 @@ class ForecastDatasetConfig(DataConfig):
         Raises:
             ValueError: As `build`.
         """
-        return self._resolved(self._read())
+        return replace(self, **self._sizes(self._read())._asdict())
 
     def build(self) -> "ForecastSplits":
         """Read the series and choose the windows.
@@ -69,12 +79,7 @@ class ForecastDatasetConfig(DataConfig):
                 the series are too short.
         """
         table = self._read()
-        sizes = self._resolved(table)
-        context, horizon, season = sizes.context, sizes.horizon, sizes.seasonality
-        assert context
-        assert horizon
-        assert season
-        assert sizes.test_stride
+        context, horizon, season, stride = self._sizes(table)
         values, length = table.values, table.values.shape[-1]
         begin = length - self._test_length(length, horizon)
         windows = WindowSet(
@@ -82,7 +87,7 @@ class ForecastDatasetConfig(DataConfig):
         )
         train = windows.beginning(range(begin - context - horizon + 1))
         last, first = length - context - horizon, begin - context
-        test = windows.beginning(range(last, first - 1, -sizes.test_stride)[::-1])
+        test = windows.beginning(range(last, first - 1, -stride)[::-1])
         for part, data in (("training", train), ("test", test)):
             if not len(data):
                 raise ValueError(
@@ -110,11 +115,8 @@ class ForecastDatasetConfig(DataConfig):
     def _test_length(self, length: int, horizon: int) -> int:
         return max(math.ceil(self.test_fraction * length), horizon)
 
-    def _resolved(self, table: SeriesTable) -> "ForecastDatasetConfig":
-        given = {
-            f"data.{name}": getattr(self, name)
-            for name in ("horizon", "context", "seasonality", "test_stride")
-        }
+    def _sizes(self, table: SeriesTable) -> "Sizes":
+        given = {f"data.{name}": getattr(self, name) for name in Sizes._fields}
         check_positive(**{name: size for name, size in given.items() if size is not None})
         if not 0 < self.test_fraction < 1:
             raise ValueError(
@@ -143,9 +145,7 @@ class ForecastDatasetConfig(DataConfig):
         origins = length - training - horizon + 1
         most = max(MAX_TEST_WINDOWS // len(table.values), 1)
         stride = self.test_stride or math.ceil(origins / most)
-        return replace(
-            self, horizon=horizon, context=context, seasonality=season, test_stride=stride
-        )
+        return Sizes(context, horizon, season, stride)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from jaxtyping import Float32
 from torch import Tensor
@@ -10,11 +11,13 @@ from onescan.experiments.data.base import Example
 from onescan.experiments.data.forecasting import WindowSet
 from onescan.inputs.forecast import Context, ForecastFormat, Future, Quantiles
 
-MAX_WINDOWS = 4_096  # of the training data
+MAX_WINDOWS = 2_048  # of the training data
+ROUNDS = 3  # of replacing missing targets
 BATCH = 1_024
 ALPHAS = (0.1, 1.0, 10.0, 100.0, 1_000.0)  # ridge penalties to choose from
 
 Features = Float32[Tensor, "windows features"]
+Targets = Float32[Tensor, "windows targets"]
 
 
 def seasonal_naive(context: Context, horizon: int, seasonality: int) -> Future:
@@ -39,40 +42,33 @@ def seasonal_naive(context: Context, horizon: int, seasonality: int) -> Future:
 
 
 class LinearForecast:
-    """Ridge regression from the standardized context to each step of the horizon.
+    """Ridge regression from the standardized context to all steps of the horizon.
 
-    Missing values of the context are 0. The penalty is chosen by leave-one-out cross-validation.
+    The penalty is chosen by leave-one-out cross-validation. Missing values of the context are 0,
+    and missing targets are replaced by the regression's own predictions, which are then refined.
     """
 
     def __init__(self, format: ForecastFormat, train: WindowSet) -> None:
         from sklearn.linear_model import RidgeCV  # imported on use: half a second
 
         self.format = format
-        features, targets = zip(
-            *((self._features(x), format.targets(y, x).flatten(1)) for x, y in batches(train)),
-            strict=True,
-        )
-        inputs, outputs = torch.cat(features).numpy(), torch.cat(targets)
-        known = ~outputs.isnan()
-        patterns, groups = known.unique(dim=1, return_inverse=True)
-        self.parts = []
-        for i, rows in enumerate(patterns.T):
-            steps = groups == i
-            if not rows.any():
-                continue
-            model = RidgeCV(alphas=ALPHAS).fit(
-                inputs[rows.numpy()], outputs[rows][:, steps].numpy()
-            )
-            self.parts.append((steps, model))
+        windows = list(batches(train))
+        inputs = torch.cat([self._features(x) for x, _ in windows]).numpy()
+        targets = torch.cat([format.targets(y, x).flatten(1) for x, y in windows])
+        known = ~targets.isnan()
+        filled = torch.where(known, targets, 0)
+        for _ in range(1 if known.all() else ROUNDS):
+            self.model = RidgeCV(alphas=ALPHAS).fit(inputs, filled.numpy())
+            filled = torch.where(known, targets, self._predict(inputs))
 
     def __call__(self, context: Context) -> Future:
-        features = self._features(context).numpy()
-        standard = torch.zeros(len(context), self.format.channels * self.format.horizon)
-        for steps, model in self.parts:
-            predicted = torch.as_tensor(model.predict(features), dtype=standard.dtype)
-            standard[:, steps] = predicted.reshape(len(context), -1)
+        standard = self._predict(self._features(context).numpy()).double()
         mean, std = self.format.scale(context)
-        return standard.double().unflatten(1, (self.format.channels, -1)) * std + mean
+        return standard.unflatten(1, (self.format.channels, -1)) * std + mean
+
+    def _predict(self, inputs: Float32[np.ndarray, "windows features"]) -> Targets:
+        predicted = torch.as_tensor(self.model.predict(inputs), dtype=torch.float32)
+        return predicted.reshape(len(inputs), -1)  # a single target has no axis
 
     def _features(self, context: Context) -> Features:
         inputs = self.format.model_input(context)

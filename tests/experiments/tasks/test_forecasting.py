@@ -337,7 +337,7 @@ def test_the_linear_baseline_is_a_ridge_regression(tmp_path, missing):
             for alpha in ALPHAS
         ]
         got = ((linear(context) - mean) / std)[:, 0, step].numpy()
-        assert min(np.abs(got - each).max() for each in predictions) < 1e-4
+        assert min(np.abs(got - each).max() for each in predictions) < (1e-3 if missing else 1e-4)
 
 
 def test_quantiles_of_a_baseline_are_those_of_its_training_errors(tmp_path):
