@@ -18,9 +18,12 @@ from onescan.experiments.data.text.lines import Row
 from onescan.experiments.data.times import Times, is_date, read_times
 from onescan.messages import hint, plural
 
+# Weekly CO2 at Mauna Loa in ppm, in the public domain: Keeling and Whorf, 2004, "Atmospheric CO2
+# concentrations derived from flask air samples at sites in the SIO network", in Trends, Carbon
+# Dioxide Information Analysis Center; as in statsmodels, with dates as in ISO 8601.
 EMBEDDED = {"co2": Path(__file__).with_name("co2.csv")}
 MISSING = {"", "nan", "na", "n/a", "null", "none", "nat"}
-TIME_NAMES = {"", "time", "date", "datetime", "timestamp", "ds", "year", "month", "index", "t"}
+TIME_NAMES = {"", "time", "date", "datetime", "timestamp", "ds", "year", "index"}
 LARGEST = 1e150  # whose square is within the range of float64
 FILLED = 10  # gaps may extend a table by this factor
 AXES = (1, 2, 3)  # of arrays: [T], [T, channels] or [N, T, channels]
@@ -88,13 +91,17 @@ def read_series(path: str, time_column: str | None = None) -> SeriesTable:
 
 
 def _read_table(path: Path, time_column: str | None) -> SeriesTable:
-    rows = [row for row in read_rows(path) if not row.is_empty_line]
+    rows = list(read_rows(path))
     for row in rows:
         if row.fault:
             raise ValueError(f"{row.place}: {row.fault}")
+    columns = list(dict.fromkeys(str(name) for row in rows for name in row.cells))
+    while rows and rows[-1].is_empty_line:
+        rows.pop()
+    if len(columns) > 1:  # in a single column, an empty line is an empty cell
+        rows = [row for row in rows if not row.is_empty_line]
     if len(rows) < 2:  # noqa: PLR2004
         raise ValueError(f"{path} has {plural(len(rows), 'row')}, expected at least 2 steps")
-    columns = list(dict.fromkeys(str(name) for row in rows for name in row.cells))
     time = _time_column(path, columns, rows[0], time_column)
     names = tuple(name for name in columns if name != time)
     if not names:
@@ -153,7 +160,7 @@ def _series(cells: Any) -> Float64[Tensor, "1 channels time"]:
 def _read_array(path: Path) -> SeriesTable:
     if path.suffix not in (".npz", ".npy"):
         raise ValueError(
-            f"'{path}' is no file of time series, expected a table (.csv, .tsv, .jsonl or "
+            f"'{path}' is not a file of time series, expected a table (.csv, .tsv, .jsonl or "
             ".parquet) or arrays (.npz or .npy)"
         )
     if not path.is_file():

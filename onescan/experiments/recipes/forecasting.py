@@ -34,7 +34,7 @@ def forecaster() -> RunConfig:
             image_size=(260,),
             channels=2,
             out_channels=9,
-            patch_size=(4,),
+            patch_size=(13,),
             width=64,
             depth=4,
             mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
@@ -43,7 +43,14 @@ def forecaster() -> RunConfig:
             drop_path=0.0,
             init_std=0.1,
         ),
-        training=TrainingConfig(epochs=20, batch_size=32, learning_rate=2e-3, ema_decay=0.99),
+        training=TrainingConfig(
+            epochs=12,
+            batch_size=32,
+            learning_rate=2e-3,
+            ema_decay=0.99,
+            evaluate_every=3.0,
+            checkpoint_every=3.0,
+        ),
     )
 
 

@@ -105,7 +105,7 @@ LANGUAGE_MODEL = Scale(  # the second row and the rows seen are those of shakesp
 
 
 FORECASTER = Scale(
-    sizes=((20_000, 64, 4, 4), (math.inf, 128, 4, 4)), seen=32_000, epochs=(1, 200), batch_size=32
+    sizes=((20_000, 64, 4, 4), (math.inf, 128, 4, 4)), seen=20_000, epochs=(1, 200), batch_size=32
 )
 
 

@@ -75,8 +75,10 @@ class Forecasting(Task):
         return *super().to_device(standard, device), *batch
 
     def count_labels(self, batch: Batch) -> int:
-        _, targets, *_ = batch
-        return int((~targets.isnan()).sum())
+        _, _, windows, *_ = batch
+        context, future = self._split(windows)
+        is_scaled = ~context.isnan().all(dim=-1, keepdim=True)
+        return int((is_scaled & ~future.isnan()).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
         inputs, targets, *_ = batch
@@ -99,7 +101,7 @@ class Forecasting(Task):
         """Evaluate the forecasts, and those of the baselines for the same windows."""
         metrics = self.scores(rows, rows["predictions"])
         for name, predictions in self.baselines.items():
-            scores = self.scores(rows, predictions[: len(rows["labels"])])
+            scores = self.scores(rows, predictions)
             metrics |= {f"{name}_{metric}": score for metric, score in scores.items()}
         return Evaluation(metrics=metrics | {"loss": rows["losses"].mean().item()}, arrays=rows)
 

@@ -118,6 +118,12 @@ def test_gaps_in_time_are_filled_with_missing_values(tmp_path):
     assert table.times.text(5) == "2020-06"
 
 
+def test_an_empty_line_of_one_column_is_a_missing_value(tmp_path):
+    assert rows(read_series(write(tmp_path / "a.csv", "a\n1\n\n3\n\n\n")).values) == [[1, None, 3]]
+    two = write(tmp_path / "b.csv", "a,b\n1,2\n\n3,4\n")
+    assert rows(read_series(two).values) == [[1, 3], [2, 4]]
+
+
 @pytest.mark.parametrize(
     ("header", "time"), [("a,b", None), ("Year,b", "Year"), (",b", ""), ("time,b", "time")]
 )
@@ -136,9 +142,9 @@ def test_a_time_column_can_be_named(tmp_path):
 
 
 def test_other_tables(tmp_path):
-    lines = "\n".join(json.dumps(row) for row in ({"t": 0, "a": 1.5}, {"t": 1, "a": None}))
+    lines = "\n".join(json.dumps(row) for row in ({"time": 0, "a": 1.5}, {"time": 1, "a": None}))
     assert rows(read_series(write(tmp_path / "a.jsonl", lines)).values) == [[1.5, None]]
-    assert rows(read_series(write(tmp_path / "a.tsv", "t\ta\n0\t1\n1\t2\n")).values) == [[1, 2]]
+    assert rows(read_series(write(tmp_path / "a.tsv", "time\ta\n0\t1\n1\t2\n")).values) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,7 @@ def test_other_tables(tmp_path):
         ("date\n2020\n2021\n", r"a\.csv has no column of values besides 'date'"),
         ("a\nNA\n-\n", r"line 3: the value in column 'a' is '-'"),
         ("a,b\nNA,null\nNA,null\n", r"a\.csv has no values: all are missing"),
-        ("t,a\n1,1\n2,2\n3,3\n99,4\n", r"1 apart, but with gaps of 95 steps in total between 4"),
+        ("time,a\n1,1\n2,2\n3,3\n99,4\n", r"1 apart, but with gaps of 95 steps in total between 4"),
     ],
 )
 def test_unusable_tables_are_refused(tmp_path, text, message):
