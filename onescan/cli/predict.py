@@ -1,4 +1,4 @@
-"""The command that applies a model to images, arrays and texts: predict."""
+"""The command that applies a model to images, arrays, texts and time series: predict."""
 
 import csv
 import json
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import tyro
 
+from onescan.cli.forecast import forecast_rows
 from onescan.cli.options import Argv, Checkpoint, Imports, echo, import_files, parse
 from onescan.messages import printable
 
@@ -50,7 +51,7 @@ class Prediction(NamedTuple):
 
 
 def predict(argv: Argv) -> None:
-    """Classify images, arrays or texts, or predict their labels, values or maps."""
+    """Classify images, arrays or texts, predict labels, values or maps, or forecast series."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -61,7 +62,8 @@ def predict(argv: Argv) -> None:
         whose images are found at any depth and skipped if they cannot be read. For arrays (signals,
         video): .npz files with an array x, and .npy files, of the shape and type of the training
         data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
-        .parquet), whose unreadable rows are skipped."""
+        .parquet), whose unreadable rows are skipped. For time series: tables with a column per
+        series, and .npz or .npy files."""
         top_k: int = 3
         """Number of classes to print per input. Labels and values are all printed; of a map, the
         share of each class, or the range of each value."""
@@ -79,7 +81,7 @@ def predict(argv: Argv) -> None:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
     from onescan.cli.maps import predict_maps
     from onescan.inference.loading import load
-    from onescan.inputs import PairFormat
+    from onescan.inputs import ForecastFormat, PairFormat
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
@@ -87,6 +89,11 @@ def predict(argv: Argv) -> None:
         predict_maps(checkpoint, options.inputs, None if options.out is None else Path(options.out))
         return
     _check_out(options.out)
+    if isinstance(format := checkpoint.format, ForecastFormat):
+        column = _data_setting(checkpoint, "time_column", default="") or None
+        forecasts = [forecast_rows(checkpoint.model, format, x, column) for x in options.inputs]
+        _write(options.out, [row for rows in forecasts for row in rows], "forecast steps")
+        return
     names, kind = checkpoint.class_names, checkpoint.target.kind
     of_texts = isinstance(checkpoint.format, PairFormat)
     read = partial(_text_probabilities, column=options.text_column) if of_texts else _image_outputs
@@ -111,13 +118,8 @@ def predict(argv: Argv) -> None:
         reason = f": {unreadable[0]}" if unreadable else ""
         what, places = "text" if of_texts else "image", ", ".join(options.inputs)
         raise ValueError(f"there is no readable {what} in {places}{reason}")
-    if options.out is not None:
-        from onescan.checkpoint.files import write_atomically
-
-        out, column = Path(options.out), "text" if of_texts else "path"
-        rows = [_cells(prediction, column, kind) for prediction in predictions]
-        write_atomically(out, lambda partial: _write_rows(partial, out.suffix, rows))
-        echo(f"{out}: {len(predictions)} predictions")
+    column = "text" if of_texts else "path"
+    _write(options.out, [_cells(each, column, kind) for each in predictions], "predictions")
 
 
 def _check_out(out: str | None) -> None:
@@ -291,6 +293,16 @@ def _cells(prediction: Prediction, column: str, kind: "TargetKind") -> dict[str,
         number = "" if place == 1 else f"_{place}"
         row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
     return row
+
+
+def _write(out: str | None, rows: Sequence[dict[str, object]], noun: str) -> None:
+    """Write rows to a .csv or .json file, if there is one."""
+    if out is not None:
+        from onescan.checkpoint.files import write_atomically
+
+        file = Path(out)
+        write_atomically(file, lambda partial: _write_rows(partial, file.suffix, rows))
+        echo(f"{out}: {len(rows)} {noun}")
 
 
 def _write_rows(file: Path, suffix: str, rows: Sequence[dict[str, object]]) -> None:

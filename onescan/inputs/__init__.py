@@ -10,6 +10,7 @@ from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from onescan.inputs.arrays import ArrayFormat as ArrayFormat
+    from onescan.inputs.forecast import ForecastFormat as ForecastFormat
     from onescan.inputs.format import Format as Format
     from onescan.inputs.images import GridFormat as GridFormat
     from onescan.inputs.images import ImageFormat as ImageFormat
@@ -33,6 +34,7 @@ _MODULES = {
     "ArrayFormat": "arrays",
     "ByteFormat": "sequences",
     "ByteTokenizer": "tokenizer",
+    "ForecastFormat": "forecast",
     "Format": "format",
     "GridFormat": "images",
     "ImageFormat": "images",

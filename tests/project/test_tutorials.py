@@ -14,6 +14,11 @@ TUTORIALS = sorted(set(INDEX.parent.glob("*.md")) - {INDEX})
 # What each tutorial prints: a pattern of a number, and its least and greatest value on all lines
 # where it appears. About half of the way from chance to what was measured.
 NUMBERS = {
+    "forecasting": [
+        (r"^error of the forecast: (\S+)", 0, 1.0),
+        (r"^error of repeating the year before: (\S+)", 1.2, 2.5),
+        (r"^share between the quantiles .*: (\S+)", 0.4, 1),
+    ],
     "generate": [(r"^step 300  loss (\S+)", 0, 0.5), (r"^largest difference: (\S+)", 0, 1e-4)],
     "layers": [
         (r"^accuracy on grids of .*: (\S+)", 0.9, 1),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from onescan.experiments.data.base import LoadedBatch as LoadedBatch
     from onescan.experiments.data.base import Splits as Splits
     from onescan.experiments.data.canvas_digits import CanvasDigitsConfig as CanvasDigitsConfig
+    from onescan.experiments.data.forecasting import ForecastDatasetConfig as ForecastDatasetConfig
+    from onescan.experiments.data.forecasting import ForecastSplits as ForecastSplits
     from onescan.experiments.data.glue import GlueDatasetConfig as GlueDatasetConfig
     from onescan.experiments.data.image_dataset import ImageDataset as ImageDataset
     from onescan.experiments.data.image_dataset import ImageDatasetConfig as ImageDatasetConfig
@@ -69,6 +71,8 @@ _MODULES = {
     "DeitAugmentConfig": "augment",
     "DigitsConfig": "images",
     "Example": "base",
+    "ForecastDatasetConfig": "forecasting",
+    "ForecastSplits": "forecasting",
     "GlueDatasetConfig": "glue",
     "ImageDataset": "image_dataset",
     "ImageDatasetConfig": "image_dataset",

@@ -18,6 +18,7 @@ KINDS = {
     "digits": "Image classification",
     "segmentation": "Segmentation",
     "own_data": "Your own data",
+    "forecasting": "Forecasting",
     "images": "Image classification",
     "generation": "Image generation",
     "long_range": "Long-range sequence classification",

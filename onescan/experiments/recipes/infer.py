@@ -16,6 +16,7 @@ from onescan.experiments.data import (
     AffineConfig,
     ArrayDatasetConfig,
     Example,
+    ForecastDatasetConfig,
     ImageDataset,
     ImageDatasetConfig,
     ImageSet,
@@ -31,6 +32,7 @@ from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
     DenseRegressionConfig,
+    ForecastingConfig,
     ImageClassificationConfig,
     MultilabelClassificationConfig,
     RegressionConfig,
@@ -57,6 +59,7 @@ from onescan.models.sequence_classifier import SequenceClassifierConfig
 SMALL = 2_000  # training examples below which models and images are small
 SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
+WINDOW_PATCHES = ((16, 512), (8, 128), (4, 24), (1, 1))  # patch for windows of this length
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
@@ -136,6 +139,11 @@ LANGUAGE_MODEL = Scale(  # the second row and the rows seen are those of shakesp
     seen=38_400,
     epochs=(1, 20),
     batch_size=16,
+)
+
+
+FORECASTER = Scale(
+    sizes=((20_000, 64, 4, 4), (math.inf, 128, 4, 4)), seen=20_000, epochs=(1, 200), batch_size=32
 )
 
 
@@ -220,6 +228,8 @@ def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]
         return _infer_rows(run, given)
     if isinstance(run.data, MaskFolderConfig):
         return _infer_masks(run, run.data, given)
+    if isinstance(run.data, ForecastDatasetConfig):
+        return _infer_windows(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
     return infer_data(run, given)
 
@@ -388,6 +398,40 @@ def _infer_rows(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list
         f"data: {len(splits.train):,} training and {len(splits.test):,} test rows of {data.length} "
         f"{tokens}",
         f"{_described(model)}, vocabulary of {model.vocab_size}",  # type: ignore[attr-defined]
+        _training(run),
+    ]
+
+
+def _infer_windows(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings of a forecaster: windows, and the size of the model and the training."""
+    data, task = run.data, run.task
+    assert isinstance(data, ForecastDatasetConfig)
+    assert isinstance(task, ForecastingConfig)
+    data = data.resolved()
+    run = dataclasses.replace(run, data=data)
+    splits = data.build()
+    series, channels, _ = splits.train.values.shape
+    length, windows = splits.train.context + splits.train.horizon, len(splits.train)
+    changes = {
+        "model.image_size": (length,),
+        "model.channels": 2 * channels,
+        "model.out_channels": channels * len(task.quantiles),
+        "model.patch_size": (next(p for p, least in WINDOW_PATCHES if length >= least),),
+    }
+    run = _scaled(_changed(run, changes, given), windows, FORECASTER, given)
+    if windows > FORECASTER.seen and "training.epochs" not in given:
+        steps = FORECASTER.seen // run.training.batch_size
+        every = FORECASTER.seen / windows / EVALUATIONS
+        changes = {"steps": steps, "evaluate_every": every, "checkpoint_every": every}
+        run = _changed(run, {f"training.{name}": x for name, x in changes.items()}, given)
+    model: Any = run.model
+    of_channels = f" of {channels} channels" * (channels > 1)
+    season = f"seasons of {data.seasonality} steps" if splits.seasonality > 1 else "no season"
+    return run, [
+        f"data: {series:,} series{of_channels}, {windows:,} training and {len(splits.test):,} test "
+        "windows",
+        f"windows: {data.context} steps of context and {data.horizon} of forecast, {season}",
+        f"{_described(model)}, patches of {model.patch_size[0]}",
         _training(run),
     ]
 

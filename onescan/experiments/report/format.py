@@ -12,6 +12,7 @@ GIB = 1024  # MiB
 SPELLED = {
     "top5": "top-5",
     "mae": "MAE",
+    "mase": "MASE",
     "rmse": "RMSE",
     "r2": "R\N{SUPERSCRIPT TWO}",
     "f1": "F1",

@@ -13,7 +13,16 @@ from markupsafe import Markup
 
 from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 from onescan.experiments.recipes import RECIPES, find_recipe
-from onescan.experiments.report import decays, diffusion, images, maps, mixers, targets, texts
+from onescan.experiments.report import (
+    decays,
+    diffusion,
+    forecasting,
+    images,
+    maps,
+    mixers,
+    targets,
+    texts,
+)
 from onescan.experiments.report.format import (
     ACCURACY,
     GIB,
@@ -57,6 +66,7 @@ from onescan.experiments.report.runs import (
 )
 from onescan.experiments.tasks import (
     DenseRegressionConfig,
+    ForecastingConfig,
     GlueConfig,
     ImageClassificationConfig,
     ImageGeneration,
@@ -366,13 +376,16 @@ MEANINGS = {  # by the end of a metric's name
     "mean over them.",
     "mae": "Mean absolute error in the units of the values. With several values, the mean over "
     "them.",
+    "mase": "Mean absolute error, divided by the error of the seasonal naive forecast in the "
+    "training period.",
+    "weighted_quantile_loss": "Quantile loss over the sum of absolute values.",
     "f1": "Harmonic mean of precision and recall of class 1.",
     "matthews_correlation": "Correlation of predictions with labels: 0 for guessing, 1 if all are "
     "correct.",
     "pearson": "Linear correlation of predictions with scores.",
     "spearman": "Correlation of the ranks of predictions and scores.",
 }
-VALUE_ERRORS = ("r2", "rmse", "mae")
+VALUE_ERRORS = ("r2", "rmse", "mae", "mase", "weighted_quantile_loss")
 RIGHT: dict[type[TaskConfig], str] = {  # what accuracy is a share of
     SegmentationConfig: "held-out positions whose class is predicted",
     LanguageModellingConfig: "held-out tokens that the model ranks first",
@@ -398,6 +411,8 @@ def training(group: RunGroup) -> Section:
     elif isinstance(task, RegressionConfig | DenseRegressionConfig):
         names = {"l2": "Squared error", "l1": "Absolute error", "huber": "Huber loss"}
         loss = test_loss = f"{names[task.loss]} of standardized values"
+    elif isinstance(task, ForecastingConfig):
+        loss = test_loss = "Quantile loss of standardized values"
     smoothing = getattr(task, "label_smoothing", 0.0)
     smoothed_labels = (
         f" Labels are smoothed by {smoothing:g} in training only, so this loss stays above 0 and "
@@ -641,4 +656,5 @@ SECTIONS: dict[type[TaskConfig], tuple[SectionOf, ...]] = {
     RegressionConfig: (training, speed, targets.values, *LAYERS),
     SegmentationConfig: (training, speed, maps.classes, *LAYERS),
     DenseRegressionConfig: (training, speed, maps.values, *LAYERS),
+    ForecastingConfig: (forecasting.section, training, speed, *LAYERS),
 }

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         DenseRegressionConfig as DenseRegressionConfig,
     )
     from onescan.experiments.tasks.distillation import DistillationConfig as DistillationConfig
+    from onescan.experiments.tasks.forecasting import Forecasting as Forecasting
+    from onescan.experiments.tasks.forecasting import ForecastingConfig as ForecastingConfig
     from onescan.experiments.tasks.glue import Glue as Glue
     from onescan.experiments.tasks.glue import GlueConfig as GlueConfig
     from onescan.experiments.tasks.image_classification import (
@@ -69,6 +71,8 @@ _MODULES = {
     "DenseRegressionConfig": "dense_regression",
     "DistillationConfig": "distillation",
     "Evaluation": "base",
+    "Forecasting": "forecasting",
+    "ForecastingConfig": "forecasting",
     "Glue": "glue",
     "GlueConfig": "glue",
     "ImageClassification": "image_classification",

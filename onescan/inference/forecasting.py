@@ -1,0 +1,39 @@
+"""Forecast time series with a trained model."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onescan.inputs.forecast import ForecastFormat, Quantiles
+
+Series = Float[Tensor, "B channels time"]
+BATCH = 256  # series
+
+
+@torch.no_grad()
+def forecast(model: nn.Module, values: Series, format: ForecastFormat) -> Quantiles:
+    """Forecast the steps after the end of each series.
+
+    Args:
+        model: Model in evaluation mode, as `load` returns it.
+        values: Series of shape [B, channels, time], in the steps of the training data; NaN where
+            values are missing. Only the last ``format.context`` steps are read.
+        format: Format that the model was trained on, as `load` returns it.
+
+    Returns:
+        Quantiles in the units of the series, as float64 of shape [B, quantiles, channels, horizon]
+        in the order of ``format.quantiles``; NaN for channels of which no value is observed.
+
+    Raises:
+        ValueError: If there are other channels, or fewer steps than the context.
+    """
+    if values.shape[-1] < format.context:
+        raise ValueError(
+            f"values has {values.shape[-1]} steps, expected at least {format.context}, the context "
+            "of the model"
+        )
+    device = next(model.parameters()).device
+    contexts = values[..., values.shape[-1] - format.context :].split(BATCH)
+    outputs = (model(format.model_input(context).to(device)).cpu() for context in contexts)
+    pairs = zip(outputs, contexts, strict=True)
+    return torch.cat([format.predictions(output, context) for output, context in pairs])

@@ -1,0 +1,137 @@
+"""Windows of time series as the input of a forecasting model."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from onescan.inputs.format import Format
+
+Context = Float[Tensor, "B channels context"]
+Future = Float[Tensor, "B channels horizon"]
+PerWindow = Float[Tensor, "B channels 1"]
+Quantiles = Float[Tensor, "B quantiles channels horizon"]
+Inputs = Float[Tensor, "B inputs steps"]
+Outputs = Float[Tensor, "B outputs steps"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastFormat(Format):
+    """Time series of which a model reads the context and forecasts the horizon.
+
+    Values are standardized in float64 with the mean and standard deviation of the observed values
+    of each context, and forecasts are converted back. NaN stands for a missing value.
+    """
+
+    channels: int
+    """Channels that are forecast together; 1 if each column is a series of its own."""
+    context: int
+    """Steps that the model reads."""
+    horizon: int
+    """Steps that it forecasts."""
+    quantiles: tuple[float, ...]
+    """Quantiles that it forecasts, in increasing order; one is 0.5, the median."""
+    names: tuple[str, ...] = ()
+    """Columns of the channels, in order; () if they have no names or are series of their own."""
+    every: str = ""
+    """Time between steps, such as 7 days; empty if it is not known."""
+
+    @property
+    def median(self) -> int:
+        """Place of the median among the quantiles."""
+        return self.quantiles.index(0.5)
+
+    def scale(self, context: Context) -> tuple[PerWindow, PerWindow]:
+        """Return the mean and standard deviation of the observed values of each context.
+
+        The standard deviation of constant values is 1. If no value is observed, the mean is NaN.
+
+        Args:
+            context: Context of shape [B, channels, context]; NaN where they are missing.
+
+        Returns:
+            Mean and standard deviation in float64, of shape [B, channels, 1].
+        """
+        wide = context.double()
+        known = ~wide.isnan()
+        count = known.sum(dim=-1, keepdim=True)
+        # Differences from an observed value are exact where values are close together.
+        first = wide.gather(-1, known.int().argmax(dim=-1, keepdim=True))
+        shifted = torch.where(known, wide - first, 0)
+        shift = shifted.sum(dim=-1, keepdim=True) / count
+        rest = torch.where(known, shifted - shift, 0)
+        largest = rest.abs().amax(dim=-1, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1)
+        # Divide before squaring, because squares of very large or small values are out of range.
+        std = largest * ((rest / largest) ** 2).sum(dim=-1, keepdim=True).div(count).sqrt()
+        return first + shift, torch.where(std > 0, std, 1)
+
+    def model_input(self, context: Context) -> Inputs:
+        """Convert the steps before the forecast to the model's input.
+
+        Args:
+            context: Context of shape [B, channels, context]; NaN where they are missing.
+
+        Returns:
+            float32 of shape [B, 2 * channels, context + horizon]: the standardized values, with 0
+            for missing and future ones, and then masks, which are 1 for observed values.
+
+        Raises:
+            ValueError: If the shape is another one, or a value is infinite.
+        """
+        if context.shape[1:] != (self.channels, self.context):
+            raise ValueError(
+                f"context has shape {tuple(context.shape)}, expected (B, {self.channels}, "
+                f"{self.context})"
+            )
+        if context.isinf().any():
+            raise ValueError("context has infinite values, expected numbers, or NaN if missing")
+        mean, std = self.scale(context)
+        known = ~context.isnan()
+        values = torch.where(known, (context.double() - mean) / std, 0)
+        return pad(torch.cat([values, known], dim=1).float(), (0, self.horizon))
+
+    def targets(self, future: Future, context: Context) -> Future:
+        """Standardize the steps after a context as the model's targets.
+
+        Args:
+            future: Values of shape [B, channels, horizon]; NaN where they are missing.
+            context: Context before them, of shape [B, channels, context].
+
+        Returns:
+            float32 of shape [B, channels, horizon]; NaN where the value is missing, or no value of
+            the context is observed.
+        """
+        mean, std = self.scale(context)
+        return ((future.double() - mean) / std).float()
+
+    def scores(self, outputs: Outputs) -> Quantiles:
+        """Return the outputs of a model for the horizon, as standardized quantiles.
+
+        Args:
+            outputs: Of shape [B, quantiles * channels, context + horizon].
+        """
+        shape = (len(self.quantiles), self.channels)
+        if outputs.shape[1:] != (shape[0] * shape[1], self.context + self.horizon):
+            raise ValueError(
+                f"the model gives outputs of shape {tuple(outputs.shape)}, expected (B, "
+                f"{shape[0] * shape[1]}, {self.context + self.horizon}): {shape[0]} quantiles of "
+                f"{shape[1]} channels as model.out_channels"
+            )
+        return outputs[..., -self.horizon :].unflatten(1, shape)
+
+    def predictions(self, outputs: Outputs, context: Context) -> Quantiles:
+        """Convert a model's outputs to quantiles in the units of the series.
+
+        Args:
+            outputs: Outputs of the model for ``model_input(context)``.
+            context: Context before the forecast, of shape [B, channels, context].
+
+        Returns:
+            float64 of shape [B, quantiles, channels, horizon], sorted along the quantiles; NaN for
+            channels without an observed value in the context.
+        """
+        mean, std = (part[:, None] for part in self.scale(context))
+        return self.scores(outputs).double().sort(dim=1).values * std + mean
