@@ -24,11 +24,13 @@ import linear_diffusion
 import models
 import one_scan
 import pytest
+import segmentation
 import torch
 import tyro
 from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, Options, run_benchmark
 from results import Benchmark, Row, exponent, quartiles
 
+from onescan.experiments.recipes import find_recipe
 from onescan.models.presets import preset
 from onescan.models.size import attention_flops, model_size, recurrence_flops
 from onescan.ops import decay_attention
@@ -306,6 +308,24 @@ def test_axes_targets_describe_the_marks(shape):
         assert torch.equal(target[:, 0].bool(), difference > 0)
         assert torch.equal(target[:, 1].bool(), difference.abs() == 1)
     assert (targets.mean(dim=0) - 0.5).abs().max() < 0.15  # chance
+
+
+@pytest.mark.parametrize("name", ["canvas_segmentation", "solids"])
+def test_unets_have_equal_size_and_the_outputs_of_the_model(name):
+    config = find_recipe(name)().model
+    unet = segmentation.unet_of_equal_size(config)
+    sizes = [segmentation.count(each.build()) for each in (config, unet)]
+    assert 0.8 * sizes[0] < sizes[1] <= sizes[0]
+    x = torch.randn(2, 1, *(8,) * len(config.image_size))
+    assert unet.build()(x).shape == config.build()(x).shape
+
+
+@pytest.mark.slow
+def test_segmentation_trains_both_models(tmp_path, capsys):
+    options = segmentation.Options(recipes=("solids",), seeds=(0, 1), steps=2, out=tmp_path)
+    rows = segmentation.main(options)
+    assert [row[1] for row in rows] == ["model", "LightNet", "U-Net"]
+    assert capsys.readouterr().out.count("solids") == 2
 
 
 # Candidates

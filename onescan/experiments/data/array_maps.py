@@ -17,7 +17,7 @@ from onescan.inputs.images import native_type
 from onescan.inputs.targets import MapKind, Target
 from onescan.messages import plural
 
-Array = Shaped[np.ndarray, "N *_"]  # any type
+Array = Shaped[np.ndarray, "_ *_"]  # any type
 ClassCounts = Int[Tensor, " classes"]
 
 IGNORED = -100  # class of positions without one, as in torch's cross_entropy

@@ -361,7 +361,7 @@ class ArrayDatasetConfig(DataConfig):
         return x, y
 
     def _sizes(
-        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], inputs: Sequence[Array]
+        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], inputs: Sequence[Any]
     ) -> list[Sizes | None]:
         """Return the sizes of the examples of each split; None if there are no lengths."""
         names = [f"{LENGTHS}{suffix}" for suffix in suffixes]

@@ -23,6 +23,7 @@ from onescan.shapes import Labels
 
 SIDE, INK = 8, 16  # side of a digit in pixels before it is enlarged, and its largest pixel value
 WHITE = 255
+MASK_CLASSES = ("background", "stroke")
 GRATINGS = 4  # plane waves per texture
 PERIOD = 1024  # phase steps in a full cycle, a power of 2
 MAX_FREQUENCY = PERIOD // 8  # phase steps per pixel along an axis, for periods of at least 8 pixels
@@ -59,8 +60,8 @@ class CanvasDigitsConfig(DataConfig):
     """Leave out the test digits, and hold out part of the training digits in their place. For
     choosing hyperparameters."""
     masks: bool = False
-    """Whether the target is the class of each pixel instead of the image: "background", or the
-    digit where its stroke has at least half of the strongest ink."""
+    """Whether the target is the class of each pixel instead of the digit: "stroke" where the digit
+    has at least half of the strongest ink, and "background" elsewhere."""
     background_seed: int = 0
     """Random seed of the positions and textures of test images. Those of training images depend on
     `training.seed`."""
@@ -99,7 +100,7 @@ class CanvasDigitsConfig(DataConfig):
         return ImageSplits(
             train=sets[0],
             test=sets[1],
-            class_names=("background", *names) if self.masks else names,
+            class_names=MASK_CLASSES if self.masks else names,
             format=format,
             target=Target(kind="class_map") if self.masks else CLASSES,
         )
@@ -162,7 +163,7 @@ class DigitImages(ImageSet):
         places = torch.tensor([example.source for example in examples], dtype=torch.long)
         background, ink = self.backgrounds(examples), self.ink[places]
         labels = self.labels[places]
-        target = self._masks(ink, labels, background) if self.config.masks else labels
+        target = self._masks(ink, background) if self.config.masks else labels
         return LoadedBatch((self._draw(ink, background), target))
 
     def backgrounds(self, examples: Sequence[Example]) -> Background:
@@ -209,12 +210,11 @@ class DigitImages(ImageSet):
         return rearrange(texture.byte(), "b h w -> b 1 h w")
 
     def _masks(
-        self, ink: UInt8[Tensor, "B 8 8"], labels: Labels, background: Background
+        self, ink: UInt8[Tensor, "B 8 8"], background: Background
     ) -> Int[Tensor, "B height width"]:
-        """Return 0 for pixels of the background, and 1 + digit for pixels of strokes."""
+        """Return 1 for pixels of strokes, and 0 for those of the background."""
         masks = torch.zeros(background.texture.shape, dtype=torch.long)
-        is_stroke = self._enlarged((2 * ink.int() >= INK).int())
-        masks[self._places(background)] = is_stroke * (1 + labels[:, None, None])
+        masks[self._places(background)] = self._enlarged((2 * ink.int() >= INK).int()).long()
         return masks
 
     def _enlarged(self, digits: Int32[Tensor, "B 8 8"]) -> Int32[Tensor, "B size size"]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-Sizes = Int[np.ndarray, "N axes"]
+Sizes = Int[np.ndarray, "_ _"]  # of examples, along each axis
 
 
 def read_sizes(

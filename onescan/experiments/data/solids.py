@@ -31,14 +31,14 @@ class SolidsConfig(DataConfig):
     cubes have the same brightness and range of sizes. Where solids overlap, the later one counts.
     """
 
-    size: int = 24
+    size: int = 20
     """Size of a volume along each axis, in voxels."""
-    solids: int = 3
+    solids: int = 2
     """Spheres and cubes per volume."""
-    brightness: int = 64
+    brightness: int = 96
     """Brightness that solids add to the noise, from 1 to 254. Noise is uniformly distributed from 0
     to 255 minus this value, so smaller values make the task harder."""
-    train_volumes: int = 400
+    train_volumes: int = 300
     """Training volumes per epoch."""
     test_volumes: int = 60
     """Test volumes."""

@@ -9,35 +9,37 @@ from onescan.experiments.training import RunConfig, TrainingConfig
 
 
 def canvas_segmentation() -> RunConfig:
-    """LightNet that finds and names the strokes of digits in 64 x 64 images, pixel by pixel.
+    """LightNet that finds the strokes of digits in textured images of 64 x 64 pixels.
 
     onescan train canvas_segmentation --seeds 0 1
 
-    Scikit-learn's digits lie at random positions on random textures, as for canvas_digits. Pixels
-    of a stroke have the class of its digit, and all others are background. Digits of the test
-    images are not in the training images.
+    Scikit-learn's digits lie at random positions on random textures, as for canvas_digits, but with
+    a stronger texture, so that the brightness of a pixel does not show its class. Digits of the
+    test images are not in the training images.
     """
     return RunConfig(
         name="canvas_segmentation",
-        data=CanvasDigitsConfig(size=64, scale=4, masks=True),
+        data=CanvasDigitsConfig(
+            size=64, scale=4, texture_contrast=0.7, masks=True, mean=0.37, std=0.126
+        ),
         task=SegmentationConfig(),
         model=configs.replace(
             DENSE_MODEL,
             {
                 "image_size": (64, 64),
                 "channels": 1,
-                "out_channels": 11,
+                "out_channels": 2,
                 "patch_size": (4, 4),
                 "width": 64,
                 "depth": 4,
             },
         ),
-        training=TrainingConfig(epochs=20, batch_size=16, learning_rate=2e-3, checkpoint_every=5.0),
+        training=TrainingConfig(epochs=6, batch_size=16, learning_rate=2e-3, checkpoint_every=2.0),
     )
 
 
 def solids() -> RunConfig:
-    """LightNet that segments spheres and cubes in noisy volumes of 24 x 24 x 24 voxels.
+    """LightNet that segments spheres and cubes in noisy volumes of 20 x 20 x 20 voxels.
 
     onescan train solids --seeds 0 1
 
@@ -51,7 +53,7 @@ def solids() -> RunConfig:
         model=configs.replace(
             DENSE_MODEL,
             {
-                "image_size": (24, 24, 24),
+                "image_size": (20, 20, 20),
                 "channels": 1,
                 "out_channels": 3,
                 "patch_size": (4, 4, 4),
@@ -59,7 +61,7 @@ def solids() -> RunConfig:
                 "depth": 4,
             },
         ),
-        training=TrainingConfig(epochs=10, batch_size=8, learning_rate=2e-3, checkpoint_every=5.0),
+        training=TrainingConfig(epochs=8, batch_size=8, learning_rate=2e-3, checkpoint_every=5.0),
     )
 
 

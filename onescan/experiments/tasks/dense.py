@@ -20,7 +20,7 @@ from onescan.experiments.tasks.grid import NOUNS, GridTask
 from onescan.inference.windows import predict_large
 from onescan.inputs.images import AnyGrid, unit_pixels
 from onescan.messages import named_type, plural
-from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.shapes import GridOutputs
 
 Maps = Shaped[Tensor, "B *_"]  # a class, or values, at each position
@@ -60,7 +60,7 @@ class DenseTaskConfig(TaskConfig):
             )
 
     def check_model(self, model: ModelConfig) -> None:
-        if not isinstance(model, DensePredictorConfig):
+        if isinstance(model, ImageClassifierConfig):  # models of users may fit
             raise ValueError(
                 f"model is {named_type(model)}, expected a DensePredictorConfig, which predicts "
                 "each position"

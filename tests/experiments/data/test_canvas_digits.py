@@ -202,3 +202,32 @@ def test_the_model_of_the_recipe_fits_its_images(changes, side):
     assert model.patchify.grid_shape((1, side, side)) == (side // 2, side // 2)
     loss, _ = task.loss(model, (splits.format.model_input(images), labels))
     assert 1.5 < loss < 4
+
+
+def test_masks_mark_the_strokes():
+    config = replace(SMALL, masks=True)
+    splits = config.build()
+    assert (splits.class_names, splits.target.kind) == (("background", "stroke"), "class_map")
+    images, masks = splits.train.read(SEEDED).batch
+    plain = SMALL.build().train
+    assert torch.equal(images, images_of(plain, SEEDED))
+    ink = plain.ink[[example.source for example in SEEDED]]
+    _, top, left = plain.backgrounds(SEEDED)
+    for mask, digit, row, column in zip(masks, ink, top, left, strict=True):
+        inside = mask[row : row + 16, column : column + 16]
+        assert torch.equal(inside, (digit >= 8).long().kron(torch.ones(2, 2).long()))
+        assert mask.sum() == inside.sum()
+
+
+def test_brightness_does_not_show_the_strokes_of_the_recipe():
+    data = find_recipe("canvas_segmentation")().build_task().test
+    images, masks = data.read([Example(place) for place in range(100)]).batch
+    strokes = masks.bool()
+    scores = []
+    for threshold in range(256):
+        found = images[:, 0] >= threshold
+        scores.append((found & strokes).sum() / (found | strokes).sum())
+    assert max(scores) < 0.5
+    standardized = find_recipe("canvas_segmentation")().build_task().format.model_input(images)
+    assert abs(standardized.mean()) < 0.1
+    assert abs(standardized.std() - 1) < 0.1

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from onescan.layers.mixers import (
 from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 
-ROOT = Path(__file__).parents[3]
 RNG = np.random.default_rng(0)
 COUNT = 24
 Y = np.arange(COUNT) % 3
@@ -210,7 +208,6 @@ def changed(row, size):
         ({"lengths": SIZES / 1}, "lengths holds float64, expected integers"),
         ({"lengths_train": SIZES}, "lengths_train is beside x, expected lengths, or no lengths"),
         ({"lengths": SIZES, "x": None}, "no array x"),
-        ({"lengths": SIZES, "y": SIGNALS[:, 0]}, "has lengths, but y has a target at each"),
     ],
 )
 def test_unusable_lengths_are_refused(tmp_path, arrays, message):
@@ -375,8 +372,7 @@ def test_settings_are_inferred_and_the_range_of_sizes_is_printed(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_on_own_data_trains_reports_and_predicts(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "howto" / "own_data.md").read_text()
-    write, apply = re.findall(r"^```py\n([^`]*(?:ragged\.npz|pad_images)[^`]*)^```", page, re.M)
+    write, apply = (python_block("own_data.md", word) for word in ("ragged.npz", "pad_images"))
     monkeypatch.chdir(tmp_path)
     names = {"np": np, "torch": torch, "onescan": onescan}
     exec(write, names)  # noqa: S102

@@ -6,11 +6,11 @@ import json
 import logging
 import random
 import re
-from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
+from pages import python_block
 from tiny_tokenizers import WORDS, word_tokenizer
 
 from onescan.cli import main
@@ -24,7 +24,6 @@ from onescan.inference import loading
 from onescan.inference.classification import classify_texts
 from onescan.inputs import PairFormat, TextFormat, load_tokenizer
 
-ROOT = Path(__file__).parents[3]
 WEATHER = ("rain", "wind", "cloud", "storm")
 FOOD = ("bread", "soup", "rice", "salad")
 FILLER = ("the", "was", "very", "good", "today", "and")
@@ -459,13 +458,6 @@ def test_texts_and_tables_are_predicted(run, tmp_path, capsys):
     labels = [row["label"] for row in rows(40, seed=3)]
     assert sum(map(str.__eq__, labels, (row["class"] for row in predicted))) >= 36
     capsys.readouterr()
-
-
-def python_block(page, word):
-    """Return the only example of a page's code that contains a word."""
-    text = (ROOT / "docs" / "howto" / page).read_text()
-    (block,) = [x for x in re.findall(r"^```py\n(.*?)^```", text, re.M | re.S) if word in x]
-    return block
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from html_page import Page
+from pages import python_block
 from PIL import Image
 from sklearn.metrics import jaccard_score, mean_absolute_error, mean_squared_error, r2_score
-from test_targets import onescan, save
 from tiny_run import assert_same, interrupt, tiny_run
 from torch.nn.functional import cross_entropy, mse_loss
 
 from onescan import configs
+from onescan.cli import main
 from onescan.experiments.data import ArrayDatasetConfig, Example
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.infer import adapt, infer
@@ -29,6 +30,7 @@ from onescan.experiments.training import evaluate, read_metrics, train
 from onescan.inference.loading import load
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 
 RNG = np.random.default_rng(0)
 COUNT, SIDES = 20, (7, 10)
@@ -36,6 +38,15 @@ X = RNG.normal(size=(COUNT, *SIDES)).astype(np.float32)
 CLASSES = ((X > 0).astype(np.uint8) + (X > 1)).astype(np.uint8)
 VALUES = np.stack([1e6 + 10 * X, X**2], -1).astype(float)
 IGNORED = -100
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def onescan(*argv):
+    return main([str(argument) for argument in argv])
 
 
 def build(path, **options):
@@ -345,7 +356,7 @@ def test_tasks_and_models_of_other_targets_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the target of each example is real values at each pos"):
         SegmentationConfig().build(splits(tmp_path, VALUES))
     with pytest.raises(ValueError, match="expected a DensePredictorConfig"):
-        SegmentationConfig().check_model(tiny_run().model)
+        SegmentationConfig().check_model(ImageClassifierConfig())
     task = SegmentationConfig().build(data)
     batch = torch.zeros(2, 1, *SIDES), torch.zeros(2, *SIDES).long()
     with pytest.raises(ValueError, match=r"with 3 classes; expected model\.out_channels 3"):
@@ -463,6 +474,17 @@ def test_recipes_adapt_to_maps(tmp_path, name):
         return
     with pytest.raises(ValueError, match="is a class, expected ImageClassificationConfig"):
         run.build_task()
+
+
+def test_the_example_of_own_data_is_read_as_documented(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(python_block("own_data.md", "balls.npz"), {"np": np})  # noqa: S102
+    options = {"data.path": "balls.npz", "data.ignore_index": "255"}
+    run = adapt(find_recipe("segmenter")(), options)
+    run, lines = infer(configs.replace(run, {"data.ignore_index": 255}), options)
+    assert "volumes" in lines[0] or "examples with one of 2 classes at each position" in lines[0]
+    assert "16 x 18 x 20 values, 1 channel" in lines[0]
+    assert "training positions without a class: 6.2%" in run.build_task().notes
 
 
 @pytest.mark.slow
