@@ -376,7 +376,7 @@ def test_arrays_train_and_load(tmp_path, channels):
 
 def test_other_tasks_need_images(tmp_path):
     splits = build(save(tmp_path / "a", x=values(COUNT, 4), y=Y), axes=1, test_fraction=0.25)
-    with pytest.raises(ValueError, match=r"data has shape \(1, 4\) and type float32"):
+    with pytest.raises(ValueError, match=r"data has numbers of shape \(1, 4\), expected images"):
         ImageGenerationConfig().build(splits)
     with pytest.raises(ValueError, match=r"task\.teacher is 'some/model'"):
         ImageClassificationConfig(teacher="some/model").build(splits)
