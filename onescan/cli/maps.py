@@ -67,7 +67,7 @@ def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
                 maps.append(_stored(predicted, checkpoint.target))
         if out is None:
             continue
-        whole = np.stack(maps)
+        whole = _stacked(maps)
         name = "classes" if checkpoint.target.kind == "class_map" else "values"
 
         def write(partial: Path, whole: Any = whole, name: str = name) -> None:
@@ -161,6 +161,19 @@ def _summary(predicted: "Tensor", checkpoint: "Checkpoint") -> str:
             for name, x, std in rows
         )
     )
+
+
+def _stacked(maps: Sequence[Any]) -> Any:
+    """Stack arrays; those of different sizes are completed with 0, or NaN if they hold values."""
+    import numpy as np
+
+    shape = np.max([each.shape for each in maps], axis=0)
+    dtype = np.result_type(*maps)
+    whole = np.full((len(maps), *shape), np.nan if dtype.kind == "f" else 0, dtype)
+    for row, each in enumerate(maps):
+        inside: Any = (row, *map(slice, each.shape))
+        whole[inside] = each
+    return whole
 
 
 def _stored(predicted: "Tensor", target: "Target") -> Any:

@@ -17,7 +17,7 @@ from onescan.inputs.arrays import ArrayFormat
 from onescan.inputs.targets import Target
 
 NAMES = ("background", "sphere", "cube")
-MIN_RADIUS = 3  # voxels
+MIN_RADIUS = 4  # voxels
 WHITE = 255
 MIN_SIZE = 2 * MIN_RADIUS + 1
 
@@ -109,7 +109,7 @@ class Solids(ImageSet):
         draw = partial(torch.randint, generator=generator)
         axes = torch.meshgrid(*[torch.arange(size)] * 3, indexing="ij")
         classes = torch.zeros(size, size, size, dtype=torch.long)
-        largest = max(size // 5, MIN_RADIUS)
+        largest = max(size // 4, MIN_RADIUS)
         for _ in range(config.solids):
             radius = int(draw(MIN_RADIUS, largest + 1, ()))
             center = draw(radius, size - radius, (3,)).tolist()

@@ -172,10 +172,8 @@ def _real_sides(batch: Batch) -> list[tuple[int, ...]]:
     grids, _, *keep = batch
     if not keep:
         return [tuple(grids.shape[2:])] * len(grids)
-    axes = range(grids.ndim - 2)
-    lines = [
-        keep[0].movedim(1 + axis, 1).flatten(2).any(dim=2).sum(dim=1).tolist() for axis in axes
-    ]
+    along = (keep[0].movedim(axis, 1) for axis in range(1, keep[0].ndim))
+    lines = [real.reshape(*real.shape[:2], -1).any(dim=2).sum(dim=1).tolist() for real in along]
     return list(zip(*lines, strict=True))
 
 

@@ -394,6 +394,27 @@ def test_examples_of_different_sizes_are_read_without_their_padding(tmp_path, ki
     assert metrics == pytest.approx(results[1].metrics)
 
 
+def test_signals_of_different_sizes_are_predicted_alone(tmp_path, capsys):
+    x, lengths = RNG.normal(size=(COUNT, 20)).astype(np.float32), RNG.integers(6, 21, COUNT)
+    x[np.arange(20) >= lengths[:, None]] = np.nan
+    path = save(tmp_path / "a.npz", x=x, y=(x > 0).astype(int), lengths=lengths)
+    run = tiny(path, data={"axes": 1}, task={"flip_axes": (0,)}, epochs=1)
+    model = replace(run.model, image_size=(20,), patch_size=(3,), out_channels=2)
+    train(replace(run, model=model), tmp_path / "run")
+    out = tmp_path / "b.npz"
+    assert onescan("predict", tmp_path / "run", path, "--out", out) == 0
+    classes = np.load(out)["classes"]
+    assert classes.shape == (COUNT, lengths.max())
+    checkpoint = load(tmp_path / "run")
+    for row, length in enumerate(lengths):
+        signal = checkpoint.format.model_input(x[row : row + 1, None, :length])
+        with torch.no_grad():
+            alone = checkpoint.model(signal).argmax(1)[0]
+        assert np.array_equal(classes[row, :length], alone)
+        assert not classes[row, length:].any()
+    capsys.readouterr()
+
+
 def test_windows_of_different_sizes_keep_targets_in_place(tmp_path):
     sizes = np.stack([RNG.integers(2, 8, COUNT), RNG.integers(2, 11, COUNT)], 1)
     x = 1 + np.arange(COUNT * 70, dtype=np.float32).reshape(COUNT, *SIDES)
