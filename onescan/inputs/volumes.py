@@ -28,8 +28,10 @@ Box = tuple[slice, ...]
 AXES = 3
 MM3_PER_ML = 1000
 SUFFIXES = (".nii.gz", ".nii")
-TO_MM = {"meter": 1000.0, "micron": 0.001}  # other units are taken to be mm
+SPATIAL = 7  # bits of a header's units that are those of space
+TO_MM = {1: 1000.0, 3: 0.001}  # for meters and microns; other units are taken to be mm
 MAX_SHIFT = 0.1  # voxels by which the corners of an image and its mask may differ
+MAX_COMPRESSION = 1032  # largest factor by which gzip shortens data
 BYTE = 256
 DAMAGE = (OSError, EOFError, ValueError, OverflowError, MemoryError, zlib.error)
 
@@ -81,7 +83,7 @@ class Volume:
 
         shape = self.stored.shape[:AXES]
         affine = self.stored.affine @ inv_ornt_aff(self.orientation, shape)
-        unit = TO_MM.get(self.stored.header.get_xyzt_units()[0], 1.0)
+        unit = TO_MM.get(_units(self.stored), 1.0)
         return np.diag([unit] * AXES + [1.0]) @ affine
 
     @property
@@ -206,6 +208,9 @@ def open_volume(path: str | Path) -> Volume:
         )
     if dtype.kind not in "iuf":
         raise ValueError(f"{file} holds {dtype}, expected real numbers")
+    stated = math.prod(shape) * dtype.itemsize
+    if stated > file.stat().st_size * (MAX_COMPRESSION if file.suffix.lower() == ".gz" else 1):
+        raise ValueError(f"{file} is truncated: its header states {stated:,} bytes of voxels")
     orientation = io_orientation(affine) if np.isfinite(affine).all() else np.full(1, np.nan)
     if np.isnan(orientation).any():  # such as of an axis without a direction
         raise ValueError(f"{file} has an affine that places no grid of voxels: {affine.tolist()}")
@@ -289,8 +294,12 @@ def volume_bytes(volume: Volume, classes: Int[Tensor, "first second third"]) -> 
     code = int(header["sform_code"]) or int(header["qform_code"]) or 1
     image.set_sform(stored.affine, code)
     image.set_qform(stored.affine, code)
-    image.header.set_xyzt_units(*header.get_xyzt_units())
+    image.header["xyzt_units"] = _units(stored)
     return gzip.compress(image.to_bytes(), compresslevel=6, mtime=0)
+
+
+def _units(image: "nibabel.Nifti1Image") -> int:
+    return int(image.header["xyzt_units"]) & SPATIAL
 
 
 class _Line(NamedTuple):

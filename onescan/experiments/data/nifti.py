@@ -279,7 +279,7 @@ def spacing_note(spacings: Float[np.ndarray, "N 3"]) -> str:
     """Describe the spacing of voxels in files, and how to resample them if it differs.
 
     >>> spacing_note(np.array([[0.8, 0.8, 2.5], [0.7, 0.7, 5.0], [0.7, 0.7, 5.0]]))
-    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing sets one spacing'
+    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing sets one'
     """
     low, high = ([f"{mm:.3g}" for mm in row] for row in (spacings.min(0), spacings.max(0)))
     ranges = [a if a == b else f"{a} to {b}" for a, b in zip(low, high, strict=True)]
