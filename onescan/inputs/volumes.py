@@ -22,7 +22,7 @@ from onescan.messages import missing_package
 if TYPE_CHECKING:
     import nibabel
 
-Values = Real[Tensor, "channels *sides"]
+Values = Real[Tensor, "channels _ _ _"]
 Box = tuple[slice, ...]
 
 AXES = 3
@@ -134,7 +134,7 @@ class Volume:
         tensor = torch.from_numpy(values.astype(np.float64 if nearest else np.float32))
         return _interpolated(tensor, lines)
 
-    def to_stored(self, classes: Int[Tensor, "first second third"]) -> Int[np.ndarray, "a b c"]:
+    def to_stored(self, classes: Int[Tensor, "_ _ _"]) -> Int[np.ndarray, "_ _ _"]:
         """Return classes with the order of axes of the file."""
         import nibabel
 
@@ -142,7 +142,7 @@ class Volume:
         back = nibabel.orientations.ornt_transform(own, self.orientation)
         return nibabel.orientations.apply_orientation(classes.numpy(), back)
 
-    def _read(self, box: Box) -> Real[np.ndarray, "channels *sides"]:
+    def _read(self, box: Box) -> Real[np.ndarray, "channels _ _ _"]:
         import nibabel
 
         part = []
@@ -236,7 +236,7 @@ def check_same_geometry(image: Volume, mask: Volume) -> None:
         )
 
 
-def read_volume(path: str | Path, format: VolumeFormat) -> Float[Tensor, "channels *sides"]:
+def read_volume(path: str | Path, format: VolumeFormat) -> Float[Tensor, "channels _ _ _"]:
     """Read a NIfTI file as a model's input: oriented, resampled, clipped, standardized.
 
     Raises:
@@ -250,7 +250,7 @@ def read_volume(path: str | Path, format: VolumeFormat) -> Float[Tensor, "channe
 
 def read_values(
     volume: Volume, format: VolumeFormat, box: Box | None = None
-) -> Float[Tensor, "channels *sides"]:
+) -> Float[Tensor, "channels _ _ _"]:
     """Read a volume, or a box of it, resampled to the spacing of a format, but not clipped.
 
     Raises:
@@ -280,7 +280,7 @@ def resample(values: Values, sides: Sequence[int]) -> Values:
     )
 
 
-def volume_bytes(volume: Volume, classes: Int[Tensor, "first second third"]) -> bytes:
+def volume_bytes(volume: Volume, classes: Int[Tensor, "_ _ _"]) -> bytes:
     """Return the .nii.gz file of a map of classes in the geometry of a volume.
 
     Args:

@@ -31,7 +31,7 @@ from onescan.inputs.volumes import (
     volume_stem,
 )
 
-Masks = Int[Tensor, "first second third"]
+Mask = Int[Tensor, "_ _ _"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +199,9 @@ class VolumeSet(ImageSet):
         """
         volumes, masks = zip(*map(self._read, examples), strict=True)
         padded, keep = pad_images(volumes)
-        classes = pad_images([mask.unsqueeze(0) for mask in masks])[0].squeeze(1)
-        return LoadedBatch((padded, classes.where(keep, IGNORED), keep))
+        classes = torch.full(keep.shape, IGNORED)
+        classes[keep] = torch.cat([mask.flatten() for mask in masks])
+        return LoadedBatch((padded, classes, keep))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel over all voxels, after clipping.
@@ -218,13 +219,13 @@ class VolumeSet(ImageSet):
         std = torch.where(std > EPSILON * mean.abs(), std, 1.0)
         return tuple(mean.tolist()), tuple(std.tolist())
 
-    def _clipped(self) -> Iterator[Float[Tensor, "C voxels"]]:
+    def _clipped(self) -> Iterator[Float[Tensor, "C _"]]:
         """Yield the intensities of each volume, whose format neither shifts nor scales them yet."""
         for pair in self.pairs:
             values = read_values(open_volume(pair.image), self.format)
             yield self.format.model_input(values).flatten(1).double()
 
-    def _read(self, example: Example) -> tuple[Float[Tensor, "C *sides"], Masks]:
+    def _read(self, example: Example) -> tuple[Float[Tensor, "C _ _ _"], Mask]:
         pair, sides = self.pairs[example.source], tuple(self.sizes[example.source].tolist())
         box = self._box(sides, example.seed)
         mask = open_volume(pair.mask)
@@ -251,7 +252,7 @@ def read_mask(
     ignore_index: int | None,
     sides: tuple[int, ...] | None = None,
     box: Box | None = None,
-) -> Masks:
+) -> Mask:
     """Read the class of each voxel of a mask, or of a box of it; resampled by the nearest voxel.
 
     Args:
