@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onescan.inputs.arrays import ArrayFormat
 from onescan.inputs.images import AnyGrid
-from onescan.messages import missing_package
+from onescan.messages import missing_package, plural
 
 if TYPE_CHECKING:
     import nibabel
@@ -208,9 +208,9 @@ def open_volume(path: str | Path) -> Volume:
         )
     if dtype.kind not in "iuf":
         raise ValueError(f"{file} holds {dtype}, expected real numbers")
-    stated = math.prod(shape) * dtype.itemsize
+    stated = math.prod(shape) * dtype.itemsize + stored.dataobj.offset
     if stated > file.stat().st_size * (MAX_COMPRESSION if file.suffix.lower() == ".gz" else 1):
-        raise ValueError(f"{file} is truncated: its header states {stated:,} bytes of voxels")
+        raise ValueError(f"{file} is truncated: its header states {stated:,} bytes")
     orientation = io_orientation(affine) if np.isfinite(affine).all() else np.full(1, np.nan)
     if np.isnan(orientation).any():  # such as of an axis without a direction
         raise ValueError(f"{file} has an affine that places no grid of voxels: {affine.tolist()}")
@@ -236,6 +236,13 @@ def check_same_geometry(image: Volume, mask: Volume) -> None:
         )
 
 
+def check_channels(volume: Volume, channels: int) -> None:
+    """Raise ValueError if a volume has another number of channels than expected; names its file."""
+    if volume.channels != channels:
+        found = plural(volume.channels, "channel")
+        raise ValueError(f"{volume.file} has {found}, expected {channels}")
+
+
 def read_volume(path: str | Path, format: VolumeFormat) -> Float[Tensor, "channels _ _ _"]:
     """Read a NIfTI file as a model's input: oriented, resampled, clipped, standardized.
 
@@ -256,10 +263,7 @@ def read_values(
     Raises:
         ValueError: As `read_volume`.
     """
-    if volume.channels != format.channels:
-        raise ValueError(
-            f"{volume.file} has {volume.channels} channels, expected {format.channels}"
-        )
+    check_channels(volume, format.channels)
     values = volume.read(volume.resampled_sides(format.spacing), box)
     if not values.isfinite().all():
         raise ValueError(f"{volume.file} has values that are not finite (NaN or infinite)")
@@ -271,13 +275,9 @@ def resample(values: Values, sides: Sequence[int]) -> Values:
 
     The outer faces of the first and the last voxels stay in place, as with torch's `interpolate`.
     """
-    return _interpolated(
-        values,
-        [
-            _line(old, new, slice(new), nearest=False)
-            for old, new in zip(values.shape[1:], sides, strict=True)
-        ],
-    )
+    pairs = zip(values.shape[1:], sides, strict=True)
+    lines = [_line(old, new, slice(new), nearest=False) for old, new in pairs]
+    return _interpolated(values[(slice(None), *(line.needed for line in lines))], lines)
 
 
 def volume_bytes(volume: Volume, classes: Int[Tensor, "_ _ _"]) -> bytes:

@@ -25,6 +25,7 @@ from onescan.inputs.volumes import (
     Box,
     Volume,
     VolumeFormat,
+    check_channels,
     check_same_geometry,
     open_volume,
     read_values,
@@ -88,6 +89,8 @@ class NiftiFolderConfig(DataConfig):
         names = self.class_names or tuple(map(str, range(self._count_classes(train))))
         check_distinct(**{"data.class_names": names})
         channels = headers[0].channels
+        for volume in headers:
+            check_channels(volume, channels)
         neutral = (0.0,) * channels, (1.0,) * channels
         format = VolumeFormat(
             channels=channels,
@@ -136,8 +139,7 @@ class NiftiFolderConfig(DataConfig):
         """Open an image, and check that its mask has its geometry."""
         image, mask = open_volume(pair.image), open_volume(pair.mask)
         check_same_geometry(image, mask)
-        if mask.channels != 1:
-            raise ValueError(f"{mask.file} has {mask.channels} channels, expected one")
+        check_channels(mask, 1)
         return image
 
     def _count_classes(self, pairs: Iterable[Pair]) -> int:

@@ -137,7 +137,7 @@ def test_resampling_is_that_of_torch(tmp_path, sides):
     assert torch.equal(masks.read(sides, box, nearest=True), nearest[0][inside])
 
 
-@pytest.mark.parametrize(("units", "factor"), [("mm", 1), ("meter", 1000), ("micron", 0.001)])
+@pytest.mark.parametrize(("units", "factor"), [("mm", 1.0), ("meter", 1000.0), ("micron", 0.001)])
 def test_units_are_converted_to_mm(tmp_path, units, factor):
     add(tmp_path, "a", affine=np.diag([1.0, 2, 3, 1]), units=units)
     volume = open_volume(tmp_path / "images" / "a.nii.gz")
@@ -267,7 +267,7 @@ def test_ignored_voxels_and_named_classes(tmp_path):
         mask = mask.astype(np.int16)
         mask[0], mask[1] = -1, 40
         write(tmp_path / "masks" / f"{name}.nii.gz", mask)
-    with pytest.raises(ValueError, match=r"a\.nii\.gz has a voxel of -1, expected classes"):
+    with pytest.raises(ValueError, match=r"\.nii\.gz has a voxel of -1, expected classes"):
         config_of(tmp_path).build()
     with pytest.raises(ValueError, match=r"classes 0, 1, 2, 40, expected 0 to 3, or 41 names"):
         config_of(tmp_path, ignore_index=-1).build()
@@ -298,7 +298,9 @@ def test_windows_are_those_of_whole_volumes(folder):
         ((i, j),) = places
         assert torch.equal(classes[i : i + 4, j : j + 5], y)
         corners.add((i, j))
-        assert torch.equal(windowed.read([example, Example(0, 9)]).batch[0][0, :, :4, :5], x)
+        assert torch.equal(
+            windowed.read([example, Example(0, 9)]).batch[0][0, ..., : x.shape[3]], x
+        )
     assert len(corners) > 15
     assert windowed.read([Example(0)]).batch[0].shape[2:] == tuple(data.sizes[0])
 
@@ -399,13 +401,15 @@ def test_what_is_wrong_is_named(folder, change, message):
 def test_truncated_and_huge_files_are_refused_before_they_are_read(tmp_path):
     add(tmp_path, "a", suffix=".nii")
     truncate(tmp_path / "images" / "a.nii", keep=0.9)
-    with pytest.raises(ValueError, match=r"a\.nii is truncated: its header states 2,016 bytes"):
+    with pytest.raises(ValueError, match=r"a\.nii is truncated: its header states 2,368 bytes"):
         open_volume(tmp_path / "images" / "a.nii")
     header = nibabel.Nifti1Header()
     header.set_data_shape((30_000,) * 3)
     header["magic"], header["vox_offset"] = b"n+1", 352
     (tmp_path / "b.nii.gz").write_bytes(gzip.compress(header.binaryblock + bytes(4)))
-    with pytest.raises(ValueError, match=r"b\.nii\.gz is truncated: its header states 108,000,0"):
+    with pytest.raises(
+        ValueError, match=r"b\.nii\.gz is truncated: its header states 108,000,000,000,352 b"
+    ):
         open_volume(tmp_path / "b.nii.gz")
 
 
