@@ -200,6 +200,7 @@ def open_volume(path: str | Path) -> Volume:
             raise ValueError("it has no NIfTI header")
         stored = kind.from_filename(str(file))
         shape, dtype, affine = stored.shape, stored.get_data_dtype(), stored.affine
+        stated = math.prod(shape) * dtype.itemsize + int(stored.header.get_data_offset())
     except (*DAMAGE, nibabel.filebasedimages.ImageFileError, HeaderDataError) as error:
         raise ValueError(f"{file} cannot be read: {_first_line(error)}") from error
     if len(shape) not in (AXES, AXES + 1) or min(shape) < 1:
@@ -208,7 +209,6 @@ def open_volume(path: str | Path) -> Volume:
         )
     if dtype.kind not in "iuf":
         raise ValueError(f"{file} holds {dtype}, expected real numbers")
-    stated = math.prod(shape) * dtype.itemsize + stored.dataobj.offset
     if stated > file.stat().st_size * (MAX_COMPRESSION if file.suffix.lower() == ".gz" else 1):
         raise ValueError(f"{file} is truncated: its header states {stated:,} bytes")
     orientation = io_orientation(affine) if np.isfinite(affine).all() else np.full(1, np.nan)

@@ -15,6 +15,7 @@ from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, 
 from tiny_run import assert_same, interrupt, tiny_run
 from torch.nn.functional import interpolate
 
+import onescan as onescan_package
 from onescan import configs
 from onescan.cli import main
 from onescan.experiments.data import Example, NiftiFolderConfig
@@ -598,12 +599,17 @@ def test_the_page_on_own_data_trains_and_predicts(tmp_path, monkeypatch, capsys)
     page = (root / "docs" / "howto" / "own_data.md").read_text()
     (code,) = re.findall(r"^```py\n([^`]*nibabel\.save[^`]*)^```", page, re.M)
     monkeypatch.chdir(tmp_path)
-    exec(code, {"np": np})  # noqa: S102
-    small = ("--model.depth", 1, "--model.width", 16, "--training.epochs", 10)
+    names = {"np": np, "Path": Path, "onescan": onescan_package}
+    exec(code, names)  # noqa: S102
+    small = ("--model.depth", 1, "--model.width", 48, "--training.epochs", 3)
+    small += ("--data.clip", -200, 500)
     assert onescan("train", "segmenter", "--data.path", "scans", *small) == 0
     assert "20 to 27 x 24 x 16 voxels" in capsys.readouterr().out
     report = Path("runs/segmenter/report.html").read_text(encoding="utf-8")
     assert "Slices of a volume are arranged row by row" in report
     assert onescan("predict", "runs/segmenter/seed-0", "scans/images", "--out", "maps") == 0
     (after,) = re.findall(r"^```py\n([^`]*read_volume[^`]*)^```", page, re.M)
-    exec(after, {})  # noqa: S102
+    exec(after, names)  # noqa: S102
+    classes = nibabel.as_closest_canonical(nibabel.load("maps/0.nii.gz")).dataobj
+    assert np.array_equal(names["probabilities"].argmax(0), classes)
+    assert names["inputs"].shape == (1, 20, 24, 16)
