@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from torch import Tensor
 from onescan.inputs.arrays import ArrayFormat
 from onescan.inputs.images import AnyGrid
 from onescan.messages import missing_package, plural
-
-if TYPE_CHECKING:
-    import nibabel
 
 Values = Real[Tensor, "channels _ _ _"]
 Box = tuple[slice, ...]
@@ -62,8 +59,8 @@ class Volume:
     """
 
     file: Path
-    stored: "nibabel.Nifti1Image"
-    """The file as nibabel opened it, with axes in the file's order."""
+    stored: Any
+    """The `Nifti1Image` or `Nifti2Image` of nibabel, with axes in the file's order."""
     orientation: Int[np.ndarray, "3 2"]
     """For each axis of the file, its place among the axes here, and -1 if it is reversed, or 1."""
 
@@ -198,9 +195,9 @@ def open_volume(path: str | Path) -> Volume:
         found = (kind for kind in kinds if kind.path_maybe_image(str(file))[0])
         if (kind := next(found, None)) is None:
             raise ValueError("it has no NIfTI header")
-        stored = kind.from_filename(str(file))
+        stored: Any = kind.from_filename(str(file))
         shape, dtype, affine = stored.shape, stored.get_data_dtype(), stored.affine
-        stated = math.prod(shape) * dtype.itemsize + int(stored.header.get_data_offset())
+        stated = math.prod(shape) * dtype.itemsize + stored.dataobj.offset
     except (*DAMAGE, nibabel.filebasedimages.ImageFileError, HeaderDataError) as error:
         raise ValueError(f"{file} cannot be read: {_first_line(error)}") from error
     if len(shape) not in (AXES, AXES + 1) or min(shape) < 1:
@@ -298,7 +295,7 @@ def volume_bytes(volume: Volume, classes: Int[Tensor, "_ _ _"]) -> bytes:
     return gzip.compress(image.to_bytes(), compresslevel=6, mtime=0)
 
 
-def _units(image: "nibabel.Nifti1Image") -> int:
+def _units(image: Any) -> int:
     return int(image.header["xyzt_units"]) & SPATIAL
 
 
@@ -347,6 +344,6 @@ def _times(sides: Sequence[int]) -> str:
     return " x ".join(map(str, sides))
 
 
-def _first_line(error: BaseException) -> Any:
+def _first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]
