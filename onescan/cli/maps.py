@@ -18,16 +18,22 @@ PNG_CLASSES = 256  # of a file with one byte per pixel
 
 
 def predict_maps(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
-    """Predict a class or values at each position of images or arrays; print summaries.
+    """Predict a class or values at each position of images, arrays or volumes; print summaries.
 
     Args:
         checkpoint: The trained model.
-        inputs: Image files and folders, or files of arrays.
-        out: File for the maps of one file of arrays; folder for those of images, as .png files.
+        inputs: Image files and folders, files of arrays, or NIfTI files and folders of them.
+        out: File for the maps of one file of arrays; folder for those of images, as .png files, and
+            of volumes, as .nii.gz files.
 
     Raises:
         ValueError: If an input cannot be read, or `out` does not fit the inputs.
     """
+    from onescan.inputs import VolumeFormat
+
+    if isinstance(checkpoint.format, VolumeFormat):
+        _predict_volumes(checkpoint, inputs, out)
+        return
     of_arrays = all(Path(path).suffix in ARRAY_FILES for path in inputs)
     _check_out(checkpoint, inputs, out, of_arrays=of_arrays)
     (_predict_arrays if of_arrays else _predict_images)(checkpoint, inputs, out)
@@ -49,8 +55,13 @@ def _check_out(
         raise ValueError(f"out is '{out}', which is the input, expected another name")
     if not of_arrays and checkpoint.target.kind != "class_map":
         raise ValueError(f"out is '{out}', expected None: values of images cannot be saved as .png")
-    if not of_arrays and out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder for .png files")
+    if not of_arrays:
+        _check_folder(out, ".png")
+
+
+def _check_folder(out: Path, suffix: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is '{out}', which is a file, expected a folder for {suffix} files")
 
 
 def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
@@ -125,17 +136,66 @@ def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
         echo(f"{printable(str(file))}: {_summary(predicted, checkpoint)}")
         if out is None:
             continue
-        target = out / f"{file.stem}.png"
-        if target in written:
-            raise ValueError(
-                f"{file} and {written[target]} have the same name, expected different names for "
-                f"{target}"
-            )
-        written[target] = file
+        target = _target(out, f"{file.stem}.png", file, written)
         image = map_picture(predicted)
         write_atomically(target, lambda partial, image=image: image.save(partial, format="PNG"))  # type: ignore[misc]
     if out is not None:
         echo(f"{out}: {len(written)} maps of classes")
+
+
+def _predict_volumes(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+    from onescan.checkpoint.files import write_atomically
+    from onescan.inference.dense import predict_volume
+    from onescan.inputs.volumes import open_volume, volume_bytes, volume_stem
+
+    if out is not None:
+        _check_folder(out, ".nii.gz")
+    written: dict[Path, Path] = {}
+    for file, is_in_folder in _volumes_at([Path(path) for path in inputs]):
+        try:
+            volume = open_volume(file)
+            outputs = predict_volume(checkpoint, volume)
+        except (OSError, ValueError) as error:
+            if not is_in_folder:
+                raise
+            echo(f"skipped: {printable(str(error))}")
+            continue
+        classes = _positions(outputs, checkpoint.target)
+        echo(f"{printable(str(file))}: {_summary(classes, checkpoint, volume.voxel_ml)}")
+        if out is None:
+            continue
+        target = _target(out, f"{volume_stem(file.name)}.nii.gz", file, written)
+        content = volume_bytes(volume, classes)
+        write_atomically(target, lambda partial, content=content: partial.write_bytes(content))  # type: ignore[misc]
+    if out is not None:
+        echo(f"{out}: {len(written)} maps of classes")
+
+
+def _volumes_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Yield files and the NIfTI files in folders, and whether they are in a folder."""
+    from onescan.inputs.volumes import is_volume_name
+
+    for path in paths:
+        if not path.is_dir():
+            yield path, False
+            continue
+        for file in sorted(path.rglob("*")):
+            if is_volume_name(file.name) and not file.name.startswith("."):
+                yield file, True
+
+
+def _target(out: Path, name: str, file: Path, written: dict[Path, Path]) -> Path:
+    """Return the file to write for an input, which must be neither that input nor written yet."""
+    target = out / name
+    if target.resolve() == file.resolve():
+        raise ValueError(f"out is '{out}', where {file} would be replaced, expected another folder")
+    if target in written:
+        raise ValueError(
+            f"{file} and {written[target]} have the same name, expected different names for "
+            f"{target}"
+        )
+    written[target] = file
+    return target
 
 
 def _positions(outputs: "Tensor", target: "Target") -> "Tensor":
@@ -143,14 +203,17 @@ def _positions(outputs: "Tensor", target: "Target") -> "Tensor":
     return outputs.argmax(dim=0) if target.kind == "class_map" else outputs
 
 
-def _summary(predicted: "Tensor", checkpoint: "Checkpoint") -> str:
-    """Return the share of each class, or the range and mean of each value."""
+def _summary(predicted: "Tensor", checkpoint: "Checkpoint", voxel_ml: float | None = None) -> str:
+    """Return the share, and volume, of each class, or the range and mean of each value."""
     names, target = checkpoint.class_names, checkpoint.target
     if target.kind == "class_map":
         counts = predicted.flatten().bincount(minlength=len(names)).tolist()
-        shares = zip(names, counts, strict=True)
         total = predicted.numel()
-        return printable(", ".join(f"{name} {n / total:.1%}" for name, n in shares if n))
+        shares = []
+        for name, count in zip(names, counts, strict=True):
+            volume = "" if voxel_ml is None else f" ({count * voxel_ml:.4g} ml)"
+            shares += [f"{name} {count / total:.1%}{volume}"] * bool(count)
+        return printable(", ".join(shares))
     from onescan.cli.predict import rounded
 
     rows = zip(names, predicted.flatten(1), target.std, strict=True)

@@ -63,7 +63,7 @@ def predict(argv: Argv) -> None:
         video): .npz files with an array x, and .npy files, of the shape and type of the training
         data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
         .parquet), whose unreadable rows are skipped. For time series: tables with a column per
-        series, and .npz or .npy files."""
+        series, and .npz or .npy files. For volumes: NIfTI files, and folders of them."""
         top_k: int = 3
         """Number of classes to print per input. Labels and values are all printed; of a map, the
         share of each class, or the range of each value."""
@@ -71,7 +71,8 @@ def predict(argv: Argv) -> None:
         """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file. If the model predicts each position:
-        to a .npz or .npy file for arrays, or as .png files to a folder for images."""
+        to a .npz or .npy file for arrays, or to a folder, as .png files for images and .nii.gz
+        files for volumes."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)

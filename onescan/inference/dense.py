@@ -13,6 +13,7 @@ from onescan.inference.loading import Checkpoint
 from onescan.inference.windows import predict_large
 from onescan.inputs import ImageFormat, read_image
 from onescan.inputs.image_files import read_header
+from onescan.inputs.volumes import Volume, VolumeFormat, read_values, resample
 from onescan.shapes import Grids
 
 BYTE = 256
@@ -59,6 +60,25 @@ def predict_file(checkpoint: Checkpoint, path: str | Path) -> Outputs:
     header = read_header(Path(path))
     size = (header.height, header.width)
     return interpolate(outputs[None], size, mode="bilinear", antialias=True)[0]
+
+
+def predict_volume(checkpoint: Checkpoint, volume: Volume) -> Outputs:
+    """Predict the probability of each class at each voxel of a volume.
+
+    The volume is resampled for the model, and the probabilities to the size of the volume.
+
+    Returns:
+        Probabilities of shape [classes, *sides], with the axes of `VolumeFormat`.
+
+    Raises:
+        ValueError: If the volume is damaged or has other channels than the training data, or the
+            model does not read volumes.
+    """
+    format = checkpoint.format
+    if not isinstance(format, VolumeFormat):
+        raise ValueError(f"the model does not read NIfTI files, such as {volume.file}")
+    values = format.model_input(read_values(volume, format))
+    return resample(predict_map(checkpoint, values[None]), volume.sides)
 
 
 def map_picture(classes: Int[Tensor, "height width"]) -> Image.Image:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from onescan.inputs.tokenizer import TextFormat as TextFormat
     from onescan.inputs.tokenizer import Tokenizer as Tokenizer
     from onescan.inputs.tokenizer import load_tokenizer as load_tokenizer
+    from onescan.inputs.volumes import VolumeFormat as VolumeFormat
+    from onescan.inputs.volumes import read_volume as read_volume
 
 # name -> module of this folder that defines it
 _MODULES = {
@@ -47,9 +49,11 @@ _MODULES = {
     "Target": "targets",
     "TextFormat": "tokenizer",
     "Tokenizer": "tokenizer",
+    "VolumeFormat": "volumes",
     "load_tokenizer": "tokenizer",
     "pad_images": "padding",
     "read_image": "images",
+    "read_volume": "volumes",
 }
 
 __all__ = list(_MODULES)

@@ -44,9 +44,9 @@ class ArrayFormat(GridFormat):
     def reads_pixels(self) -> bool:
         return bool(self.is_bytes)
 
-    def _in_training_range(self, values: AnyGrid) -> AnyGrid:
+    def in_training_range(self, values: AnyGrid) -> AnyGrid:
         if self.is_bytes:
-            return super()._in_training_range(values)
+            return super().in_training_range(values)
         if values.dtype == torch.uint8 and self.is_bytes is None:
             return unit_pixels(values)
         return values

@@ -146,14 +146,15 @@ class GridFormat(Format, ABC):
             dtype = native_type(values.dtype)
             dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
             values = torch.from_numpy(values.astype(dtype))
-        return self.standardize(self._in_training_range(values))
+        return self.standardize(self.in_training_range(values))
 
     @property
     def reads_pixels(self) -> bool:
         """Whether the range of the training data is that of pixels, 0 to 1."""
         return True
 
-    def _in_training_range(self, values: AnyGrid) -> AnyGrid:
+    def in_training_range(self, values: AnyGrid) -> AnyGrid:
+        """Convert values as for `model_input` to the range that is standardized."""
         return unit_pixels(values)
 
     def _per_channel(self, constants: tuple[float, ...], like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ EXTRAS = {
     "eval": {"lm-eval"},
     "log": {"tensorboard"},
     "gpu": {"triton"},
+    "medical": {"nibabel"},
     "timm": {"timm"},
     "docs": {"sphinx", "pydata-sphinx-theme", "myst-nb", "ipykernel"},
     "dev": {"pytest", "pytest-xdist", "hypothesis", "beartype", "ruff", "mypy", "pre-commit"},

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from onescan.experiments.data.long_range import RetrievalConfig as RetrievalConfig
     from onescan.experiments.data.mask_folder import MaskFolderConfig as MaskFolderConfig
     from onescan.experiments.data.moving_digits import MovingDigitsConfig as MovingDigitsConfig
+    from onescan.experiments.data.nifti import NiftiFolderConfig as NiftiFolderConfig
     from onescan.experiments.data.order import batched as batched
     from onescan.experiments.data.order import derive_seed as derive_seed
     from onescan.experiments.data.order import epoch_order as epoch_order
@@ -88,6 +89,7 @@ _MODULES = {
     "Mix": "augment",
     "MixConfig": "augment",
     "MovingDigitsConfig": "moving_digits",
+    "NiftiFolderConfig": "nifti",
     "PathfinderDataConfig": "long_range",
     "PixelImageConfig": "long_range",
     "RandomCropConfig": "images",

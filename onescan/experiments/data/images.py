@@ -157,6 +157,17 @@ class ImageReader:
 class ImageSet(DataSet):
     """Labelled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""
 
+    def windowed(self, window: tuple[int, ...]) -> "ImageSet":
+        """Return a data set that may read only a random window of each example with a seed.
+
+        By default, whole examples are read, and the task cuts windows out of them.
+
+        Args:
+            window: Size along each axis; () for whole examples.
+        """
+        del window
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTensors(ImageSet):

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,30 +12,14 @@ from torch import Tensor
 
 from onescan.checks import check_distinct
 from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
-from onescan.experiments.data.base import (
-    DataConfig,
-    Example,
-    LoadedBatch,
-    held_out_note,
-    listed,
-    random_split,
-)
+from onescan.experiments.data.base import DataConfig, Example, LoadedBatch, listed
 from onescan.experiments.data.images import ImageSet, ImageSplits
+from onescan.experiments.data.pairs import Pair, split_pairs
 from onescan.inputs.image_files import is_image_name, open_image, read_header
 from onescan.inputs.images import ImageFormat, to_bytes
 from onescan.inputs.targets import Target
 
-IMAGES, MASKS = "images", "masks"
-TRAINING = ("train", "training")
-TESTING = ("val", "valid", "validation", "test", "testing")
 GRAY = ("1", "L", "P", "I", "I;16")  # modes whose pixels are single numbers
-
-
-class Pair(NamedTuple):
-    """An image file and the file of its mask."""
-
-    image: Path
-    mask: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +27,9 @@ class MaskFolderConfig(DataConfig):
     """Images, and masks with the class of each pixel: a folder with subfolders images and masks.
 
     A mask has the name of its image, without the suffix, and its size. Its pixels are classes from
-    0, as grayscale or palette indices. The subfolders may be in train and val (or test) folders.
-    Images are resized, and masks with them by the nearest pixel.
+    0, as grayscale or palette indices. The folder of masks may also be called labels, and the
+    subfolders may be in train and val (or test) folders. Images are resized, and masks with them by
+    the nearest pixel.
     """
 
     path: str
@@ -121,48 +105,11 @@ class MaskFolderConfig(DataConfig):
             raise ValueError(f"all pixels of the masks in {self.path} are 0, expected two classes")
         return max(values) + 1
 
-    def pairs(self, folder: Path) -> list[Pair]:
-        """Return the images in a folder with their masks.
-
-        Raises:
-            ValueError: If a folder or a mask is missing, or two masks have the same name.
-        """
-        files = {}
-        for name in (IMAGES, MASKS):
-            if not (folder / name).is_dir():
-                raise ValueError(
-                    f"there is no folder {folder / name}, expected {IMAGES} and {MASKS}"
-                )
-            found = sorted(file for file in (folder / name).iterdir() if is_image_name(file.name))
-            files[name] = {file.stem: file for file in found}
-            if len(files[name]) < len(found):
-                raise ValueError(
-                    f"{folder / name} has files whose names differ in the suffix alone"
-                )
-        if missing := [file for stem, file in files[IMAGES].items() if stem not in files[MASKS]]:
-            raise ValueError(
-                f"{missing[0]} has no mask {folder / MASKS / missing[0].stem}.png"
-                f"{f', nor have {len(missing) - 1} others' * (len(missing) > 1)}"
-            )
-        if not files[IMAGES]:
-            raise ValueError(f"{folder / IMAGES} holds no images")
-        return [Pair(image, files[MASKS][stem]) for stem, image in files[IMAGES].items()]
-
     def split(self) -> tuple[list[Pair], list[Pair], list[str]]:
         """Return the files of the training and the test images, and notes on the split."""
-        root = Path(self.path).expanduser()
-        if not root.is_dir():
-            raise ValueError(f"data.path is {self.path!r}: there is no such folder")
-        first, second = (
-            next((root / name for name in names if (root / name).is_dir()), None)
-            for names in (TRAINING, TESTING)
+        return split_pairs(
+            self.path, _stem, ".png", fraction=self.test_fraction, seed=self.split_seed
         )
-        whole = self.pairs(first or root)
-        if second is not None:
-            return whole, self.pairs(second), [f"the test images are those of {second.name}"]
-        parts = random_split(len(whole), fraction=self.test_fraction, seed=self.split_seed)
-        train, test = ([whole[place] for place in part.tolist()] for part in parts)
-        return train, test, [held_out_note(len(test), len(whole))]
 
     def _per_channel(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
         return numbers * self.channels if len(numbers) == 1 else numbers
@@ -226,6 +173,10 @@ class MaskedImages(ImageSet):
                 f"{pair.mask} has class {int(classes.max())}, expected 0 to {self.classes - 1}"
             )
         return to_bytes(image), classes
+
+
+def _stem(name: str) -> str | None:
+    return Path(name).stem if is_image_name(name) else None
 
 
 def read_mask(file: Path) -> Int[np.ndarray, "height width"]:

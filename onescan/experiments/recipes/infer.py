@@ -21,13 +21,15 @@ from onescan.experiments.data import (
     ImageDatasetConfig,
     ImageSet,
     MaskFolderConfig,
+    NiftiFolderConfig,
     TextDatasetConfig,
     TextTableConfig,
 )
 from onescan.experiments.data.array_maps import WHITE
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
-from onescan.experiments.data.mask_folder import IMAGES, MASKS, TRAINING, mask_values
+from onescan.experiments.data.mask_folder import mask_values
+from onescan.experiments.data.pairs import paired_images
 from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
 from onescan.experiments.tasks import (
@@ -48,6 +50,7 @@ from onescan.inputs.image_files import Pixels, is_image_name, read_header
 from onescan.inputs.images import unit_pixels
 from onescan.inputs.targets import CLASSES, MapKind, TargetKind
 from onescan.inputs.tokenizer import BYTES
+from onescan.inputs.volumes import is_volume_name
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.messages import named_type, plural
@@ -59,6 +62,8 @@ from onescan.models.sequence_classifier import SequenceClassifierConfig
 SMALL = 2_000  # training examples below which models and images are small
 SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
+WHOLE_VOXELS = 64**3  # of the largest volume that is read as a whole
+WINDOW_VOXELS, WINDOW_STEP = 48**3, 8  # of a window of larger ones, and what divides its sides
 WINDOW_PATCHES = ((16, 512), (8, 128), (4, 24), (1, 1))  # patch for windows of this length
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 MIN_STD = 1e-3  # a channel with less is constant
@@ -162,8 +167,10 @@ def for_path(run: RunConfig, path: str, target: TargetKind | None = None) -> Run
         path: Path of the data.
         target: Kind of the targets of arrays; None infers it.
     """
-    if isinstance(run.task, SegmentationConfig) and holds_masks(path):
-        return dataclasses.replace(run, data=MaskFolderConfig(path=path))
+    if isinstance(run.task, SegmentationConfig) and (images := paired_images(path)):
+        are_volumes = any(is_volume_name(file.name) for file in images.iterdir())
+        folder = NiftiFolderConfig if are_volumes else MaskFolderConfig
+        return dataclasses.replace(run, data=folder(path=path))
     if isinstance(run.data, ImageDatasetConfig) and _holds_arrays(path):
         data = ArrayDatasetConfig(path=path, test_fraction=run.data.test_fraction)
         run = dataclasses.replace(run, data=data)
@@ -228,6 +235,8 @@ def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]
         return _infer_rows(run, given)
     if isinstance(run.data, MaskFolderConfig):
         return _infer_masks(run, run.data, given)
+    if isinstance(run.data, NiftiFolderConfig):
+        return _infer_volumes(run, given)
     if isinstance(run.data, ForecastDatasetConfig):
         return _infer_windows(run, given)
     infer_data = _infer_arrays if isinstance(run.data, ArrayDatasetConfig) else _infer_images
@@ -349,6 +358,40 @@ def _infer_masks(
     return run, [*described, *lines]
 
 
+def _infer_volumes(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
+    """Infer the settings for volumes with masks; training reads windows of large ones."""
+    splits: Any = run.data.build()
+    format, names = splits.format, splits.class_names
+    constants = {"mean": format.mean, "std": format.std, "class_names": names}
+    run = _changed(run, {f"data.{name}": value for name, value in constants.items()}, given)
+    lines = []
+    if math.prod(format.shape) > WHOLE_VOXELS:
+        run = _changed(run, {"task.window": volume_window(format.shape)}, given)
+    # Volumes of different sizes are evaluated one by one, so larger batches only cost memory.
+    run = _changed(run, {"task.evaluation_batch_size": 1}, given)
+    window: tuple[int, ...] = run.task.window  # type: ignore[attr-defined]
+    if window:
+        lines.append(
+            f"windows: {' x '.join(map(str, window))} voxels; volumes are up to "
+            f"{' x '.join(map(str, format.shape))}"
+        )
+    shape = tuple(map(min, window, format.shape)) if window else format.shape
+    run, described = _sized(run, splits, shape, format.channels, given)
+    return run, [*described, *lines]
+
+
+def volume_window(shape: Sequence[int]) -> tuple[int, ...]:
+    """Choose the size of the windows in which large volumes are read.
+
+    >>> volume_window((512, 512, 300)), volume_window((512, 512, 20))
+    ((48, 48, 48), (72, 72, 20))
+    """
+    side = WINDOW_STEP
+    while math.prod(min(n, side + WINDOW_STEP) for n in shape) <= WINDOW_VOXELS:
+        side += WINDOW_STEP
+    return tuple(min(n, side) for n in shape)
+
+
 def _infer_texts(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """Infer the settings for texts: the vocabulary, the classes and the length."""
     splits = run.data.build()
@@ -452,12 +495,13 @@ def _sized(
         run = _changed(run, {"task.sampler.guidance_scale": 1.0}, given)
     scale = DENOISER if is_denoiser else DENSE_PREDICTOR if is_dense else CLASSIFIER
     run = _scaled(run, train, scale, given)
-    sizes = _sizes(splits, shape)
-    unit = "pixels" if len(shape) == IMAGE_AXES else "values"
+    are_volumes = isinstance(run.data, NiftiFolderConfig)
+    sizes = _sizes(splits, shape).removeprefix("ragged: " * are_volumes)
+    unit = "pixels" if len(shape) == IMAGE_AXES else "voxels" if are_volumes else "values"
     if isinstance(run.data, ImageDatasetConfig):
         is_whole = run.data.test_crop is None
         unit += " (whole images, resized)" if is_whole else " (cropped to the center)"
-    noun = UNITS.get(len(shape), "examples")
+    noun = "volumes" if are_volumes else UNITS.get(len(shape), "examples")
     of_channels = f"{channels} channel{'s' * (channels > 1)}"
     model: Any = run.model
     patch = " x ".join(map(str, model.patch_size))
@@ -566,13 +610,6 @@ def _count(shape: Sequence[int], patch_size: Sequence[int]) -> int:
 def _holds_arrays(path: str) -> bool:
     place = Path(path).expanduser()
     return place.suffix == ".npz" or (place.is_dir() and any(place.glob("*.npy")))
-
-
-def holds_masks(path: str) -> bool:
-    """Return whether there are images and masks in a folder, or in its training folder."""
-    root = Path(path).expanduser()
-    folders = [root, *(root / name for name in TRAINING)]
-    return any((folder / MASKS).is_dir() and (folder / IMAGES).is_dir() for folder in folders)
 
 
 def _has_classes(data: ImageDatasetConfig) -> bool:

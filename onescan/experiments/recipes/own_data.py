@@ -119,9 +119,11 @@ def segmenter() -> RunConfig:
 
     The .npz file, or a folder of .npy files, holds x as for signal_classifier, and y with the axes
     of x: integers are the class at each position (--data.ignore-index 255 leaves out positions with
-    that value), and floats are values (NaN where they are not known). Examples that are too large
-    for memory are read in windows, such as --task.window 64 64 64. Settings are inferred and
-    printed as for image_classifier.
+    that value), and floats are values (NaN where they are not known). Or pass a folder with images
+    and masks of equal names, such as images/a.png and masks/a.png, or images/a.nii.gz and
+    masks/a.nii.gz for CT and MR scans, optionally in train and val. Examples that are too large for
+    memory are read in windows, such as --task.window 64 64 64. Settings are inferred and printed as
+    for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),

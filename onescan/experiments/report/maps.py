@@ -25,7 +25,6 @@ from onescan.experiments.tasks.dense_regression import map_scores
 from onescan.experiments.tasks.segmentation import class_scores
 from onescan.experiments.training.evaluation import eval_mode
 from onescan.inference.dense import class_colors
-from onescan.inputs.images import unit_pixels
 from onescan.messages import plural
 from onescan.shapes import Grids, Pictures
 
@@ -117,7 +116,7 @@ def _row(group: RunGroup, row: int) -> Pictures:
     with torch.no_grad(), eval_mode(group.model):
         predicted = task.predicted_maps(group.model, batch)
     grids, maps = batch[:2]
-    values = unit_pixels(grids).double()
+    values = task.format.in_training_range(grids).double()
     low, high = values.min(), values.max()
     example = as_pictures((values - low) / (high - low).clamp(min=1e-12))
     if example.shape[1] not in (1, RGB):

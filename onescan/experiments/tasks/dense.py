@@ -73,6 +73,7 @@ class DenseTask(GridTask):
     def __init__(self, data: ImageSplits | ArraySplits, config: Any) -> None:
         super().__init__(data, augment=None, evaluation_batch_size=config.evaluation_batch_size)
         self.window: tuple[int, ...] = config.window
+        self.train = data.train.windowed(self.window)
         self.overlap: float = config.window_overlap
         self.flip_axes: tuple[int, ...] = config.flip_axes
 

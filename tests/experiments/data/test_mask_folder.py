@@ -119,7 +119,7 @@ def test_workers_read_masks(folder):
         (lambda p: (p / "images" / "b.jpg").write_text("no"), r"b\.jpg "),
         (lambda p: add(p, "b", np.full(SIZE, 7, np.uint8)), r"b\.png has class 7, expected 0 to 1"),
         (lambda p: (p / "masks" / "b.gif").touch(), "differ in the suffix alone"),
-        (lambda p: (p / "masks").rename(p / "labels"), "there is no folder .*masks"),
+        (lambda p: (p / "masks").rename(p / "others"), "there is no folder .*masks"),
     ],
 )
 def test_what_is_wrong_is_named(folder, change, message):

@@ -1,0 +1,290 @@
+"""Volumes such as CT and MR scans with a mask each: NIfTI files in the folders images and masks."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from random import Random
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from onescan.checks import check_distinct
+from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
+from onescan.experiments.data.arrays import EPSILON, ArraySplits
+from onescan.experiments.data.base import DataConfig, Example, LoadedBatch, listed
+from onescan.experiments.data.images import ImageSet
+from onescan.experiments.data.pairs import Pair, split_pairs
+from onescan.experiments.data.ragged import Sizes
+from onescan.inputs.images import check_constants
+from onescan.inputs.padding import pad_images
+from onescan.inputs.targets import Target
+from onescan.inputs.volumes import (
+    Box,
+    Volume,
+    VolumeFormat,
+    check_channels,
+    check_same_geometry,
+    open_volume,
+    read_values,
+    volume_stem,
+)
+
+Mask = Int[Tensor, "_ _ _"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NiftiFolderConfig(DataConfig):
+    """Volumes, and masks with the class of each voxel: a folder with subfolders images and masks.
+
+    All files are NIfTI (.nii.gz or .nii). A mask has the name of its image, and its size and
+    affine; its voxels are classes from 0. The folder of masks may also be called labels, and the
+    subfolders may be in train and val (or test) folders. Volumes may have different sizes, and 4-D
+    files have channels as their last axis. Axes are turned to point to the right, to the front and
+    up. Files are read when a batch needs them, and training with task.window keeps only a random
+    window of each.
+    """
+
+    path: str
+    """A folder with images/NAME.nii.gz and masks/NAME.nii.gz, for example."""
+    spacing: tuple[float, float, float] | None = None
+    """Distance in mm between neighboring voxels from left to right, back to front and bottom to
+    top, to which all volumes are resampled; None keeps their voxels."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest intensity, such as -160 and 240 for soft tissue in CT; others are set to
+    the nearer one."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in order; () numbers those that occur, which reads all training
+    masks."""
+    ignore_index: int | None = None
+    """Value of masks at voxels without a class, such as 255. They are left out of the loss and all
+    scores."""
+    test_fraction: float = 0.15
+    """Fraction of the volumes held out if there is no val or test folder."""
+    split_seed: int = 0
+    """Random seed of the train-test split."""
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel, subtracted; None computes it from the training volumes."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel, divided by; None computes it from the training
+    volumes."""
+
+    def build(self) -> ArraySplits:
+        """Find the files and check their headers; read those that classes and statistics need.
+
+        Raises:
+            ValueError: If a field is out of range, a folder or a mask is missing, a file cannot be
+                read, a mask has another size or affine than its image, or a mask has values that
+                are not classes; names the file.
+            ImportError: If nibabel is not installed.
+        """
+        self._check()
+        train, test, notes = split_pairs(
+            self.path, volume_stem, ".nii.gz", fraction=self.test_fraction, seed=self.split_seed
+        )
+        headers = [self._open(pair) for pair in chain(train, test)]
+        sizes = np.array([volume.resampled_sides(self.spacing) for volume in headers])
+        names = self.class_names or tuple(map(str, range(self._count_classes(train))))
+        check_distinct(**{"data.class_names": names})
+        channels = headers[0].channels
+        for volume in headers:
+            check_channels(volume, channels)
+        neutral = (0.0,) * channels, (1.0,) * channels
+        format = VolumeFormat(
+            channels=channels,
+            shape=tuple(sizes.max(axis=0).tolist()),
+            mean=neutral[0],
+            std=neutral[1],
+            is_bytes=False,
+            is_ragged=True,
+            spacing=self.spacing,
+            clip=self.clip,
+        )
+        sets = [
+            VolumeSet(
+                format=format,
+                pairs=tuple(pairs),
+                sizes=part,
+                classes=len(names),
+                ignore_index=self.ignore_index,
+            )
+            for pairs, part in ((train, sizes[: len(train)]), (test, sizes[len(train) :]))
+        ]
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            computed = sets[0].statistics()
+            mean, std = mean or computed[0], std or computed[1]
+        check_constants(channels, **{"data.mean": mean, "data.std": std})
+        return ArraySplits(
+            train=sets[0],
+            test=sets[1],
+            class_names=names,
+            format=replace(format, mean=mean, std=std),
+            target=Target(kind="class_map"),
+            notes=(*notes, spacing_note(np.array([volume.spacing for volume in headers]))),
+        )
+
+    def _check(self) -> None:
+        """Raise ValueError if spacing or clip is out of range."""
+        if self.spacing is not None and not all(0 < mm < math.inf for mm in self.spacing):
+            raise ValueError(f"data.spacing is {self.spacing}, expected numbers above 0, in mm")
+        if self.clip is not None and not -math.inf < self.clip[0] < self.clip[1] < math.inf:
+            raise ValueError(
+                f"data.clip is {self.clip}, expected two finite numbers, the smaller first"
+            )
+
+    def _open(self, pair: Pair) -> Volume:
+        """Open an image, and check that its mask has its geometry."""
+        image, mask = open_volume(pair.image), open_volume(pair.mask)
+        check_same_geometry(image, mask)
+        check_channels(mask, 1)
+        return image
+
+    def _count_classes(self, pairs: Iterable[Pair]) -> int:
+        """Return the number of classes in masks: the largest class plus one."""
+        values: set[int] = set()
+        for pair in pairs:
+            values |= set(read_mask(open_volume(pair.mask), self.ignore_index).unique().tolist())
+        classes = sorted(values - {IGNORED})
+        if not classes or classes[-1] == 0:
+            raise ValueError(
+                f"no voxel of the masks in {self.path} has a class above 0, expected two classes"
+            )
+        if 2 * len(classes) <= classes[-1]:
+            hint = f"; if {WHITE} marks voxels without a class, pass --data.ignore-index {WHITE}"
+            raise ValueError(
+                f"masks in {self.path} have the classes {listed(list(map(str, classes)))}, "
+                f"expected 0 to {len(classes) - 1}, or {classes[-1] + 1} names in data.class_names"
+                f"{hint * (WHITE in classes)}"
+            )
+        return classes[-1] + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeSet(ImageSet):
+    """Volumes of one split with their masks, which are read when a batch needs them.
+
+    A batch is (volumes [B, C, *largest], classes [B, *largest], real voxels [B, *largest]). After
+    the end of a volume, the volumes are 0 and the classes -100.
+
+    Attributes:
+        format: Channels and spacing of the volumes.
+        pairs: The files.
+        sizes: Size of each volume after resampling.
+        classes: Number of classes.
+        ignore_index: Value of masks at voxels without a class.
+        window: Size along each axis of a random window, which is read instead of the whole volume
+            if an example has a seed; () reads whole volumes.
+    """
+
+    format: VolumeFormat
+    pairs: tuple[Pair, ...]
+    sizes: Sizes
+    classes: int
+    ignore_index: int | None
+    window: tuple[int, ...] = ()
+    decodes = True
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def windowed(self, window: tuple[int, ...]) -> "VolumeSet":
+        return replace(self, window=window)
+
+    def read(self, examples: Sequence[Example]) -> LoadedBatch:
+        """Read a batch.
+
+        Raises:
+            ValueError: If a file cannot be read, or a class is out of range; names the file.
+        """
+        volumes, masks = zip(*map(self._read, examples), strict=True)
+        padded, keep = pad_images(volumes)
+        classes = torch.full(keep.shape, IGNORED)
+        classes[keep] = torch.cat([mask.flatten() for mask in masks])
+        return LoadedBatch((padded, classes, keep))
+
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and standard deviation of each channel over all voxels, after clipping.
+
+        The standard deviation of a constant channel is 1.
+        """
+        count, mean, squares = 0, *torch.zeros(2, self.format.channels, dtype=torch.float64)
+        for values in self._clipped():
+            own, added = values.mean(dim=1), values.shape[1]
+            shift, whole = own - mean, count + added
+            squares += (values - own[:, None]).square().sum(dim=1)
+            squares += shift.square() * (count * added / whole)
+            mean, count = mean + shift * (added / whole), whole
+        std = (squares / count).sqrt()
+        std = torch.where(std > EPSILON * mean.abs(), std, 1.0)
+        return tuple(mean.tolist()), tuple(std.tolist())
+
+    def _clipped(self) -> Iterator[Float[Tensor, "C _"]]:
+        """Yield the intensities of each volume, whose format neither shifts nor scales them yet."""
+        for pair in self.pairs:
+            values = read_values(open_volume(pair.image), self.format)
+            yield self.format.model_input(values).flatten(1).double()
+
+    def _read(self, example: Example) -> tuple[Float[Tensor, "C _ _ _"], Mask]:
+        pair, sides = self.pairs[example.source], tuple(self.sizes[example.source].tolist())
+        box = self._box(sides, example.seed)
+        mask = open_volume(pair.mask)
+        classes = read_mask(mask, self.ignore_index, sides, box)
+        if bool((classes >= self.classes).any()):
+            raise ValueError(
+                f"{mask.file} has class {int(classes.max())}, expected 0 to {self.classes - 1}"
+            )
+        return read_values(open_volume(pair.image), self.format, box), classes
+
+    def _box(self, sides: tuple[int, ...], seed: int | None) -> Box | None:
+        """Return a random window of a volume, which depends on the seed alone."""
+        if seed is None or not self.window:
+            return None
+        random, box = Random(seed), []
+        for side, size in zip(sides, self.window, strict=True):
+            first = random.randint(0, max(side - size, 0))
+            box.append(slice(first, min(first + size, side)))
+        return tuple(box)
+
+
+def read_mask(
+    mask: Volume,
+    ignore_index: int | None,
+    sides: tuple[int, ...] | None = None,
+    box: Box | None = None,
+) -> Mask:
+    """Read the class of each voxel of a mask, or of a box of it; resampled by the nearest voxel.
+
+    Args:
+        mask: The mask.
+        ignore_index: Value of voxels without a class, which become -100.
+        sides: Size to which the whole mask is resampled; None keeps the voxels.
+        box: Slices of the resampled mask to return; None is all of it.
+
+    Raises:
+        ValueError: If it cannot be read or has values that are not classes; names the file.
+    """
+    (values,) = mask.read(sides, box, nearest=True)
+    is_ignored = values == (math.nan if ignore_index is None else ignore_index)
+    is_class = (values >= 0) & (values < MAX_CLASSES) & (values == values.floor())
+    if not (is_class | is_ignored).all():
+        wrong = values[~(is_class | is_ignored)][0].item()
+        raise ValueError(
+            f"{mask.file} has a voxel of {wrong:g}, expected classes, which are integers from 0 to "
+            f"{MAX_CLASSES - 1}; --data.ignore-index sets the value of voxels without a class"
+        )
+    return torch.where(is_ignored, IGNORED, values).long()
+
+
+def spacing_note(spacings: Float[np.ndarray, "N 3"]) -> str:
+    """Describe the spacing of voxels in files, and how to resample them if it differs.
+
+    >>> spacing_note(np.array([[0.8, 0.8, 2.5], [0.7, 0.7, 5.0], [0.7, 0.7, 5.0]]))
+    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing sets one'
+    """
+    low, high = ([f"{mm:.3g}" for mm in row] for row in (spacings.min(0), spacings.max(0)))
+    ranges = [a if a == b else f"{a} to {b}" for a, b in zip(low, high, strict=True)]
+    more = "; --data.spacing sets one" * (low != high)
+    return f"the spacing of voxels is {' x '.join(ranges)} mm{more}"
