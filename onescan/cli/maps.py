@@ -1,9 +1,10 @@
 """The part of `onescan predict` for models that predict a class or values at each position."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onescan.checkpoint.files import write_atomically
 from onescan.cli.options import echo
 from onescan.messages import printable
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
     from onescan.inference.loading import Checkpoint
     from onescan.inputs.targets import Target
+
+Write = Callable[[Path], object]
 
 ARRAY_FILES = (".npz", ".npy")
 PNG_CLASSES = 256  # of a file with one byte per pixel
@@ -46,11 +49,10 @@ def _check_out(
         raise ValueError("inputs has images and arrays, expected one kind")
     if out is None:
         return
-    if of_arrays and (len(inputs) > 1 or out.suffix not in ARRAY_FILES):
-        raise ValueError(
-            f"out is '{out}' for {len(inputs)} files, expected one file of arrays, and a name "
-            "ending in .npz or .npy"
-        )
+    if of_arrays and out.suffix not in ARRAY_FILES:
+        raise ValueError(f"out is '{out}', expected a name ending in .npz or .npy")
+    if of_arrays and len(inputs) > 1:
+        raise ValueError(f"out is '{out}', but inputs has {len(inputs)} files, expected one")
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
         raise ValueError(f"out is '{out}', which is the input, expected another name")
     if not of_arrays and checkpoint.target.kind != "class_map":
@@ -66,8 +68,6 @@ def _check_folder(out: Path, suffix: str) -> None:
 
 def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
     import numpy as np
-
-    from onescan.checkpoint.files import write_atomically
 
     for path in inputs:
         maps = []
@@ -116,59 +116,76 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
 
 
 def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
-    from onescan.checkpoint.files import write_atomically
     from onescan.cli.predict import images_at
     from onescan.inference.dense import map_picture, predict_file
     from onescan.inputs import ImageFormat
 
     if not isinstance(checkpoint.format, ImageFormat):
         raise ValueError(f"the model reads arrays (.npz or .npy files), not '{inputs[0]}'")
-    written: dict[Path, Path] = {}
-    for file, is_in_folder in images_at([Path(path) for path in inputs]):
-        try:
-            outputs = predict_file(checkpoint, file)
-        except (OSError, ValueError) as error:
-            if not is_in_folder:
-                raise
-            echo(f"skipped: {printable(str(error))}")
-            continue
-        predicted = _positions(outputs, checkpoint.target)
-        echo(f"{printable(str(file))}: {_summary(predicted, checkpoint)}")
-        if out is None:
-            continue
-        target = _target(out, f"{file.stem}.png", file, written)
-        image = map_picture(predicted)
-        write_atomically(target, lambda partial, image=image: image.save(partial, format="PNG"))  # type: ignore[misc]
-    if out is not None:
-        echo(f"{out}: {len(written)} maps of classes")
+
+    def predict(file: Path) -> tuple[str, Write]:
+        predicted = _positions(predict_file(checkpoint, file), checkpoint.target)
+        return _summary(predicted, checkpoint), lambda target: map_picture(predicted).save(
+            target, format="PNG"
+        )
+
+    files = list(images_at([Path(path) for path in inputs]))
+    _predict_files(files, predict, out, lambda file: f"{file.stem}.png")
 
 
 def _predict_volumes(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
-    from onescan.checkpoint.files import write_atomically
     from onescan.inference.dense import predict_volume
     from onescan.inputs.volumes import open_volume, volume_bytes, volume_stem
 
     if out is not None:
         _check_folder(out, ".nii.gz")
-    written: dict[Path, Path] = {}
-    for file, is_in_folder in _volumes_at([Path(path) for path in inputs]):
+
+    def predict(file: Path) -> tuple[str, Write]:
+        volume = open_volume(file)
+        classes = _positions(predict_volume(checkpoint, volume), checkpoint.target)
+        summary = _summary(classes, checkpoint, volume.voxel_ml)
+        return summary, lambda target: target.write_bytes(volume_bytes(volume, classes))
+
+    files = list(_volumes_at([Path(path) for path in inputs]))
+    _predict_files(files, predict, out, lambda file: f"{volume_stem(file.name)}.nii.gz")
+
+
+def _predict_files(
+    files: Sequence[tuple[Path, bool]],
+    predict: Callable[[Path], tuple[str, Write]],
+    out: Path | None,
+    name: Callable[[Path], str],
+) -> None:
+    """Predict maps of files one by one, print summaries, and write the maps to a folder.
+
+    Args:
+        files: Files, and whether they were found in a folder; those are skipped if they cannot be
+            read.
+        predict: Returns the summary of a map, and a function that writes it.
+        out: The folder, if any.
+        name: Returns the name of the file to write.
+
+    Raises:
+        ValueError: If no file can be read, or two files to write have the same name.
+    """
+    targets = {} if out is None else _targets(files, out, name)
+    count = 0
+    for file, is_in_folder in files:
         try:
-            volume = open_volume(file)
-            outputs = predict_volume(checkpoint, volume)
+            summary, write = predict(file)
         except (OSError, ValueError) as error:
             if not is_in_folder:
                 raise
             echo(f"skipped: {printable(str(error))}")
             continue
-        classes = _positions(outputs, checkpoint.target)
-        echo(f"{printable(str(file))}: {_summary(classes, checkpoint, volume.voxel_ml)}")
-        if out is None:
-            continue
-        target = _target(out, f"{volume_stem(file.name)}.nii.gz", file, written)
-        content = volume_bytes(volume, classes)
-        write_atomically(target, lambda partial, content=content: partial.write_bytes(content))  # type: ignore[misc]
+        echo(f"{printable(str(file))}: {summary}")
+        count += 1
+        if file in targets:
+            write_atomically(targets[file], write)
+    if not count:
+        raise ValueError("there is no readable file in inputs")
     if out is not None:
-        echo(f"{out}: {len(written)} maps of classes")
+        echo(f"{out}: {count} maps of classes")
 
 
 def _volumes_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -184,18 +201,24 @@ def _volumes_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
                 yield file, True
 
 
-def _target(out: Path, name: str, file: Path, written: dict[Path, Path]) -> Path:
-    """Return the file to write for an input, which must be neither that input nor written yet."""
-    target = out / name
-    if target.resolve() == file.resolve():
-        raise ValueError(f"out is '{out}', where {file} would be replaced, expected another folder")
-    if target in written:
-        raise ValueError(
-            f"{file} and {written[target]} have the same name, expected different names for "
-            f"{target}"
-        )
-    written[target] = file
-    return target
+def _targets(
+    files: Sequence[tuple[Path, bool]], out: Path, name: Callable[[Path], str]
+) -> dict[Path, Path]:
+    """Return the file to write for each input, which must be neither the input nor another's."""
+    inputs: dict[Path, Path] = {}
+    for file, _ in files:
+        target = out / name(file)
+        if target.resolve() == file.resolve():
+            raise ValueError(
+                f"out is '{out}', where {file} would be replaced, expected another folder"
+            )
+        if target in inputs:
+            raise ValueError(
+                f"{file} and {inputs[target]} have the same name, expected different names for "
+                f"{target}"
+            )
+        inputs[target] = file
+    return {file: target for target, file in inputs.items()}
 
 
 def _positions(outputs: "Tensor", target: "Target") -> "Tensor":

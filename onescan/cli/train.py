@@ -34,7 +34,8 @@ COMMON = (
     *("out", "seeds", "overwrite", "init_from", "path", "image_size", "width", "depth"),
     *("teacher", "classifier", "epochs", "steps", "batch_size", "learning_rate"),
     *("weight_decay", "precision", "ema_decay", "seed", "device", "workers"),
-    *("gradient_accumulation_steps", "compile"),
+    *("gradient_accumulation_steps", "compile", "horizon", "context", "joint", "target"),
+    *("ignore_index", "class_names", "class_weights", "dice_weight", "window", "flip_axes"),
 )
 MAX_SEED = 2**32
 USAGE = """\

@@ -33,7 +33,15 @@ def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
     Args:
         checkpoint: A trained model, as `load` returns it.
         grid: One grid of any size that the format has standardized, of shape [1, C, *sides].
+
+    Raises:
+        ValueError: If the grid has another shape.
     """
+    axes = getattr(checkpoint.format, "axes", grid.ndim - 2)
+    if grid.ndim != axes + 2 or len(grid) != 1:
+        raise ValueError(
+            f"grid has shape {tuple(grid.shape)}, expected [1, channels, *sides] with {axes} axes"
+        )
     task: Any = checkpoint.run.get("task")
     settings = task if isinstance(task, dict) else {}
     window = tuple(settings.get("window", ()))

@@ -52,7 +52,8 @@ class ForecastFormat(Format):
             context: Context of shape [B, channels, context]; NaN where they are missing.
 
         Returns:
-            Mean and standard deviation in float64, of shape [B, channels, 1].
+            Mean and standard deviation in float64, of shape [B, channels, 1]. A constant context
+            has a standard deviation of 0.
         """
         wide = context.double()
         known = ~wide.isnan()
@@ -66,7 +67,7 @@ class ForecastFormat(Format):
         largest = torch.where(largest > 0, largest, 1)
         # Divide before squaring, because squares of very large or small values are out of range.
         std = largest * ((rest / largest) ** 2).sum(dim=-1, keepdim=True).div(count).sqrt()
-        return first + shift, torch.where(std > 0, std, 1)
+        return first + shift, std
 
     def model_input(self, context: Context) -> Inputs:
         """Convert the steps before the forecast to the model's input.
@@ -90,7 +91,7 @@ class ForecastFormat(Format):
             raise ValueError("context has infinite values, expected numbers, or NaN if missing")
         mean, std = self.scale(context)
         known = ~context.isnan()
-        values = torch.where(known, (context.double() - mean) / std, 0)
+        values = torch.where(known, (context.double() - mean) / _divisor(std), 0)
         return pad(torch.cat([values, known], dim=1).float(), (0, self.horizon))
 
     def targets(self, future: Future, context: Context) -> Future:
@@ -105,7 +106,7 @@ class ForecastFormat(Format):
             the context is observed.
         """
         mean, std = self.scale(context)
-        return ((future.double() - mean) / std).float()
+        return ((future.double() - mean) / _divisor(std)).float()
 
     def scores(self, outputs: Outputs) -> Quantiles:
         """Return the outputs of a model for the horizon, as standardized quantiles.
@@ -130,8 +131,13 @@ class ForecastFormat(Format):
             context: Context before the forecast, of shape [B, channels, context].
 
         Returns:
-            float64 of shape [B, quantiles, channels, horizon], sorted along the quantiles; NaN for
-            channels without an observed value in the context.
+            float64 of shape [B, quantiles, channels, horizon], sorted along the quantiles; equal to
+            the context where it is constant, and NaN for channels without an observed value.
         """
         mean, std = (part[:, None] for part in self.scale(context))
         return self.scores(outputs).double().sort(dim=1).values * std + mean
+
+
+def _divisor(std: Float[Tensor, "B channels 1"]) -> Float[Tensor, "B channels 1"]:
+    """Return what values are divided by: constant ones are only centered."""
+    return torch.where(std > 0, std, 1)

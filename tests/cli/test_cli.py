@@ -671,7 +671,6 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (["--model.patch-size", "0", "3"], "patch"),
         (["--model.mixer.num-heads", "7"], "--model.mixer.num-heads 7"),
         (["--model.width", "0"], "--model.width is 0, expected"),
-        (["--model.image-size", "7", "8"], "--model.image-size is (7, 8), expected multiples"),
         (["--model.num-classes", "3"], "model.num_classes"),
         (
             ["--model.width", "32", "--model.mixer.num-heads", "6"],

@@ -56,13 +56,16 @@ def test_large_and_small_values_are_in_range(scale):
     torch.testing.assert_close(FORMAT.model_input(windows() * scale), plain)
 
 
-def test_constant_contexts_are_only_centered():
+def test_constant_contexts_are_continued():
     context = torch.full((1, 2, 8), 1e9 + 0.1, dtype=torch.float64)
     context[0, 1, 3:] = NAN
     mean, std = FORMAT.scale(context)
-    assert std.unique().tolist() == [1]
+    assert std.unique().tolist() == [0]
     assert mean.unique().tolist() == [1e9 + 0.1]
     assert not FORMAT.model_input(context)[:, :2].any()
+    assert FORMAT.targets(context[..., :3] + 2, context)[0, 0].tolist() == [2, 2, 2]
+    forecast = FORMAT.predictions(torch.randn(1, 6, 11), context)
+    assert forecast.unique().tolist() == [1e9 + 0.1]
 
 
 def test_targets_and_predictions_are_inverse():

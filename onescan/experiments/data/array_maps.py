@@ -172,8 +172,10 @@ def read_maps(
     maps = {}
     for (name, y), size in zip(arrays.items(), sizes, strict=True):
         if y.dtype.kind not in ("iub" if is_class else "fiub"):
+            hints = {"f": "; save y.astype(int)", "U": "; numpy.unique can number strings"}
             raise ValueError(
                 f"{where} {name} holds {y.dtype}, expected {expected} for data.target {kind}"
+                f"{hints.get(y.dtype.kind, '') * is_class}"
             )
         layout = map_layout(y, sides, channels_first=channels_first)
         values = y.size // (len(y) * math.prod(sides))
@@ -288,7 +290,11 @@ def _are_whole(values: Float[Tensor, "B V *sides"]) -> bool:
 
 
 def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[str]:
-    """Return a note on the positions of a part that have no class or value, if there are any."""
+    """Return a note on the positions of a part that have no class or value, if there are any.
+
+    Raises:
+        ValueError: If no position has one.
+    """
     missing = total = 0
     for chunk in maps.chunks(places):
         unknown = chunk == IGNORED if maps.kind == "class_map" else chunk.isnan()
@@ -298,4 +304,6 @@ def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[st
         real *= chunk.shape[1] if maps.kind == "value_map" else 1
         missing, total = missing - (total - real), real
     what = "class" if maps.kind == "class_map" else "value"
+    if missing == total:
+        raise ValueError(f"no position of the {part} examples has a {what}, expected at least one")
     return [f"{part} positions without a {what}: {missing / total:.1%}"] if missing else []

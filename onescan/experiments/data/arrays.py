@@ -238,7 +238,7 @@ class ArrayDatasetConfig(DataConfig):
         if self.ignore_index is not None and kind != "class_map":
             raise ValueError(
                 f"data.ignore_index is {self.ignore_index}, expected None unless y holds a class "
-                "at each position"
+                f"at each position, as integers; it holds {next(iter(labels.values())).dtype}"
             )
         if kind == "class":
             self._check_classes(labels)
@@ -295,7 +295,10 @@ class ArrayDatasetConfig(DataConfig):
         name = "x_train" if "x_train" in arrays else "x"
         if name not in arrays:
             found = ", ".join(sorted(arrays)) or "none"
-            raise ValueError(f"data.path is {self.path!r}, which has no array x; found: {found}")
+            raise ValueError(
+                f"data.path is {self.path!r}, which has no array x; found: {found}. A folder holds "
+                "x.npy and y.npy or, for segmentation, folders images and masks"
+            )
         shape = self._array(arrays, name).shape[1:]
         axes, channels_first = self.axes, self.channels_first
         is_signal = axes == 1 and len(shape) == SIGNAL_AXES

@@ -1,6 +1,7 @@
 """Images with a mask each: files in the folders images and masks, with the class of each pixel."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from onescan.inputs.image_files import is_image_name, open_image, read_header
 from onescan.inputs.images import ImageFormat, to_bytes
 from onescan.inputs.targets import Target
 
+LOSSY = ("JPEG", "MPO")
 GRAY = ("1", "L", "P", "I", "I;16")  # modes whose pixels are single numbers
 
 
@@ -71,7 +73,9 @@ class MaskFolderConfig(DataConfig):
             std=self._per_channel(self.std),
         )
         train, test, notes = self.split()
-        names = self.class_names or tuple(map(str, range(self.count_classes(train))))
+        for pair in (*train, *test):
+            _check_sizes(pair)
+        names = self.class_names or tuple(map(str, range(self._count_classes(train, test))))
         check_distinct(**{"data.class_names": names})
         sets = [
             MaskedImages(config=self, format=format, pairs=tuple(pairs), classes=len(names))
@@ -86,13 +90,14 @@ class MaskFolderConfig(DataConfig):
             notes=tuple(notes),
         )
 
-    def count_classes(self, pairs: Iterable[Pair]) -> int:
+    def _count_classes(self, train: Iterable[Pair], test: Iterable[Pair]) -> int:
         """Return the number of classes in masks: the largest class plus one.
 
         Raises:
-            ValueError: If there is one class, or a mask cannot be read or has other values.
+            ValueError: If there is one class, a mask cannot be read or has other values, or a test
+                mask has a larger class.
         """
-        values = mask_values(pairs) - {self.ignore_index}
+        values, others = (mask_values(pairs) - {self.ignore_index} for pairs in (train, test))
         if self.binary:
             return 2
         if WHITE in values and max(values - {WHITE}, default=0) < WHITE // 2:
@@ -103,6 +108,11 @@ class MaskFolderConfig(DataConfig):
             )
         if max(values, default=0) == 0:
             raise ValueError(f"all pixels of the masks in {self.path} are 0, expected two classes")
+        if max(others, default=0) > max(values):
+            raise ValueError(
+                f"test masks in {self.path} have class {max(others)}, but training masks have "
+                f"classes 0 to {max(values)}; data.class_names can name more classes"
+            )
         return max(values) + 1
 
     def split(self) -> tuple[list[Pair], list[Pair], list[str]]:
@@ -148,16 +158,10 @@ class MaskedImages(ImageSet):
 
     def _read(self, pair: Pair) -> tuple[UInt8[Tensor, "C H W"], Int[Tensor, "H W"]]:
         try:
-            image, header = self.format.decode(pair.image), read_header(pair.image)
+            image = self.format.decode(pair.image)
         except (OSError, ValueError) as error:
             raise ValueError(f"{pair.image} {error}") from error
         mask = read_mask(pair.mask)
-        height, width = mask.shape
-        if (width, height) != (header.width, header.height):
-            raise ValueError(
-                f"{pair.mask} has {width} x {height} pixels, but {pair.image} has {header.width} x "
-                f"{header.height}"
-            )
         resized = Image.fromarray(mask).resize(
             (self.format.width, self.format.height), Image.Resampling.NEAREST
         )
@@ -175,6 +179,21 @@ class MaskedImages(ImageSet):
         return to_bytes(image), classes
 
 
+def _check_sizes(pair: Pair) -> None:
+    """Raise ValueError unless an image and its mask can be opened and have the same size."""
+    try:
+        header = read_header(pair.image)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{pair.image} {error}") from error
+    with _open_mask(pair.mask) as mask:
+        if mask.size != (header.width, header.height):
+            width, height = mask.size
+            raise ValueError(
+                f"{pair.mask} has {width} x {height} pixels, but {pair.image} has {header.width} x "
+                f"{header.height}"
+            )
+
+
 def _stem(name: str) -> str | None:
     return Path(name).stem if is_image_name(name) else None
 
@@ -183,18 +202,32 @@ def read_mask(file: Path) -> Int[np.ndarray, "height width"]:
     """Read the values of a mask, as 32-bit integers.
 
     Raises:
-        ValueError: If it is not an image with one number per pixel; names the file.
+        ValueError: If it is not an image with one exact number per pixel; names the file.
     """
-    try:
-        with open_image(file) as image:
-            if image.mode not in GRAY:
-                raise ValueError(
-                    f"{file} has pixels of mode {image.mode}, expected one number per pixel, "
-                    "grayscale or palette indices, which are the classes"
-                )
+    with _open_mask(file) as image:
+        try:
             return np.asarray(image).astype(np.int32)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+@contextmanager
+def _open_mask(file: Path) -> Iterator[Image.Image]:
+    try:
+        image = open_image(file)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
+    with image:
+        if image.format in LOSSY:
+            raise ValueError(
+                f"{file} is a {image.format} file, whose compression changes pixels, expected PNG"
+            )
+        if image.mode not in GRAY:
+            raise ValueError(
+                f"{file} has pixels of mode {image.mode}, expected one number per pixel, "
+                "grayscale or palette indices, which are the classes"
+            )
+        yield image
 
 
 def mask_values(pairs: Iterable[Pair]) -> set[int]:

@@ -345,8 +345,7 @@ def _infer_masks(
     run = _changed(run, {"data.channels": channels}, given)
     size = _fit([(header.height, header.width) for header in headers], MAX_SIDE, (4, 4))
     run = _changed(run, {"data.image_size": size}, given)
-    built: Any = run.data
-    names = tuple(map(str, range(built.count_classes(train))))
+    names = run.data.build().class_names
     run = _changed(run, {"data.class_names": names}, given)
     neutral = {"mean": (0.0,), "std": (1.0,)}
     whole: Any = configs.replace(run.data, neutral)
@@ -498,8 +497,8 @@ def _sized(
     are_volumes = isinstance(run.data, NiftiFolderConfig)
     sizes = _sizes(splits, shape).removeprefix("ragged: " * are_volumes)
     unit = "pixels" if len(shape) == IMAGE_AXES else "voxels" if are_volumes else "values"
-    if isinstance(run.data, ImageDatasetConfig):
-        is_whole = run.data.test_crop is None
+    if isinstance(run.data, ImageDatasetConfig | MaskFolderConfig):
+        is_whole = isinstance(run.data, MaskFolderConfig) or run.data.test_crop is None
         unit += " (whole images, resized)" if is_whole else " (cropped to the center)"
     noun = "volumes" if are_volumes else UNITS.get(len(shape), "examples")
     of_channels = f"{channels} channel{'s' * (channels > 1)}"

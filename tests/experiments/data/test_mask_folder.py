@@ -130,6 +130,20 @@ def test_what_is_wrong_is_named(folder, change, message):
         list(map(batch_of, (config.build().train, config.build().test)))
 
 
+def test_masks_are_checked_before_training(tmp_path):
+    for name in "ab":
+        add(tmp_path / "train", name)
+    mask = add(tmp_path / "val", "c", np.full(SIZE, 2, np.uint8))
+    with pytest.raises(ValueError, match=r"test masks in .* have class 2, .* classes 0 to 1"):
+        config_of(tmp_path).build()
+    Image.fromarray(mask).save(tmp_path / "val" / "masks" / "c.png", format="JPEG")
+    with pytest.raises(ValueError, match=r"c\.png is a JPEG file, whose compression changes pix"):
+        config_of(tmp_path, class_names=("a", "b", "c")).build()
+    add(tmp_path / "val", "c", np.zeros((9, 12), np.uint8))
+    with pytest.raises(ValueError, match=r"c\.png has 12 x 9 pixels, but .*c\.jpg has 12 x 10"):
+        config_of(tmp_path, class_names=("a", "b")).build()
+
+
 def test_masks_of_one_class_are_refused(tmp_path):
     add(tmp_path, "a", np.zeros(SIZE, np.uint8))
     add(tmp_path, "b", np.zeros(SIZE, np.uint8))
@@ -171,10 +185,22 @@ def test_masks_are_trained_and_predicted(tmp_path, capsys):
     assert "test mean iou" in capsys.readouterr().out
     assert load(out / "seed-0").class_names == ("0", "1")
     images, run = data / "images", str(out / "seed-0")
+    (images / "bad.jpg").write_text("no")
     assert main(["predict", run, str(images), "--out", str(tmp_path / "maps")]) == 0
-    assert re.search(r"3\.jpg: (0|1) [\d.]+%", capsys.readouterr().out)
+    assert "skipped: " in (shown := capsys.readouterr().out)
+    assert re.search(r"3\.jpg: (0|1) [\d.]+%", shown)
+    (images / "bad.jpg").unlink()
     assert sorted(file.stem for file in (tmp_path / "maps").iterdir()) == sorted(
         map(str, range(12))
     )
     with Image.open(tmp_path / "maps" / "3.png") as picture:
         assert picture.size == (SIZE[1], SIZE[0])
+    (images / "a").mkdir()
+    (images / "3.jpg").rename(images / "a" / "2.jpg")
+    assert main(["predict", run, str(images), "--out", str(tmp_path / "others")]) == 2
+    assert "have the same name" in capsys.readouterr().err
+    assert not (tmp_path / "others").exists()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "x.png").write_text("no")
+    assert main(["predict", run, str(tmp_path / "empty")]) == 2
+    assert "there is no readable file" in capsys.readouterr().err

@@ -156,6 +156,8 @@ def test_signals_and_volumes_have_maps(tmp_path):
         (CLASSES * 0, {}, "all positions of y have class 0"),
         ((CLASSES > 0) * np.uint8(255), {}, r"classes in y are 0, 255; .* save y // 255"),
         (CLASSES * 0 + 255, {"ignore_index": 255}, "y has no position with a class"),
+        (VALUES, {"ignore_index": 2}, "as integers; it holds float64"),
+        (CLASSES.astype(float), {"target": "class_map"}, r"expected integers .* y\.astype\(int\)"),
         (CLASSES[:, 0, 0], {"ignore_index": 2}, "data.ignore_index is 2, expected None"),
         (CLASSES, {"class_names": ("a", "b")}, "positions of class 2, expected 0 to 1"),
         (VALUES, {"class_names": ("a",)}, r"names 1 value \(a\), but y has 2"),
@@ -176,6 +178,9 @@ def test_training_and_test_maps_agree(tmp_path):
     arrays |= {"y_train": np.minimum(CLASSES, 1), "y_test": CLASSES}
     with pytest.raises(ValueError, match="y_test has positions of class 2, expected 0 to 1"):
         build(save(tmp_path / "b.npz", **arrays))
+    arrays |= {"y_train": CLASSES, "y_test": CLASSES * 0 + 255}
+    with pytest.raises(ValueError, match="no position of the test examples has a class"):
+        build(save(tmp_path / "b.npz", **arrays), ignore_index=255)
     arrays |= {"y_train": CLASSES, "y_test": np.minimum(CLASSES, 1)}
     assert "classes without test positions: 2" in build(save(tmp_path / "c.npz", **arrays)).notes
 
@@ -531,7 +536,7 @@ def test_classes_are_trained_and_predicted(tmp_path, capsys):
     assert np.array_equal(classes, np.load(tmp_path / "b.npy"))
     for given, message in (
         ((new, "--out", tmp_path / "b.csv"), "a name ending in .npz or .npy"),
-        ((new, new, "--out", tmp_path / "b.npz"), "for 2 files, expected one file"),
+        ((new, new, "--out", tmp_path / "b.npz"), "inputs has 2 files, expected one"),
         ((new, "--out", new), "which is the input"),
         (("a.png",), "the model reads arrays"),
         ((new, "a.png"), "images and arrays, expected one kind"),
