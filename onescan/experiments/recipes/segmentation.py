@@ -34,7 +34,7 @@ def canvas_segmentation() -> RunConfig:
                 "depth": 4,
             },
         ),
-        training=TrainingConfig(epochs=6, batch_size=16, learning_rate=2e-3, checkpoint_every=2.0),
+        training=TrainingConfig(epochs=4, batch_size=16, learning_rate=2e-3, checkpoint_every=2.0),
     )
 
 
@@ -61,7 +61,7 @@ def solids() -> RunConfig:
                 "depth": 4,
             },
         ),
-        training=TrainingConfig(epochs=8, batch_size=8, learning_rate=2e-3, checkpoint_every=5.0),
+        training=TrainingConfig(epochs=12, batch_size=8, learning_rate=2e-3, checkpoint_every=5.0),
     )
 
 
