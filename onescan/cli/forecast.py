@@ -31,8 +31,7 @@ def forecast_rows(
         time_column: Column of the times in tables; None finds it.
 
     Raises:
-        ValueError: If the file cannot be read, has other channels than the training data, or fewer
-            steps than the context.
+        ValueError: If the file cannot be read or has other channels than the training data.
     """
     from onescan.experiments.data.series import read_series
     from onescan.inference.forecasting import forecast

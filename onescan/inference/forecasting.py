@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from onescan.inputs.forecast import ForecastFormat, Quantiles
 
@@ -17,7 +18,8 @@ def forecast(model: nn.Module, values: Series, format: ForecastFormat) -> Quanti
     Args:
         model: Model in evaluation mode, as `load` returns it.
         values: Series of shape [B, channels, time], in the steps of the training data; NaN where
-            values are missing. Only the last ``format.context`` steps are read.
+            values are missing. Only the last ``format.context`` steps are read; shorter series are
+            completed with missing values before their first step.
         format: Format that the model was trained on, as `load` returns it.
 
     Returns:
@@ -25,15 +27,13 @@ def forecast(model: nn.Module, values: Series, format: ForecastFormat) -> Quanti
         in the order of ``format.quantiles``; NaN for channels of which no value is observed.
 
     Raises:
-        ValueError: If there are other channels, or fewer steps than the context.
+        ValueError: If there are other channels, or no steps.
     """
-    if values.shape[-1] < format.context:
-        raise ValueError(
-            f"values has {values.shape[-1]} steps, expected at least {format.context}, the context "
-            "of the model"
-        )
+    if not values.shape[-1]:
+        raise ValueError("values has no steps, expected at least one")
     device = next(model.parameters()).device
-    contexts = values[..., values.shape[-1] - format.context :].split(BATCH)
+    missing = max(format.context - values.shape[-1], 0)
+    contexts = pad(values[..., -format.context :], (missing, 0), value=torch.nan).split(BATCH)
     outputs = (model(format.model_input(context).to(device)).cpu() for context in contexts)
     pairs = zip(outputs, contexts, strict=True)
     return torch.cat([format.predictions(output, context) for output, context in pairs])

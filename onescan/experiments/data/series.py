@@ -146,9 +146,10 @@ def _number(row: Row, column: str) -> float:
     except ValueError:
         value = math.inf
     if not abs(value) <= LARGEST:
+        most = f" up to {LARGEST:g}" if math.isfinite(value) else ""
         raise ValueError(
-            f"{row.place}: the value in column {column!r} is {text!r}, expected a number, or an "
-            "empty cell if it is missing"
+            f"{row.place}: the value in column {column!r} is {text!r}, expected a number{most}, or "
+            "an empty cell if it is missing (and times as in 2020-01-31)"
         )
     return value
 

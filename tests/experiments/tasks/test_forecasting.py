@@ -185,7 +185,10 @@ def test_the_season_is_that_of_the_times(tmp_path):
         ({"horizon": 0}, r"data\.horizon is 0"),
         ({"test_stride": 0}, r"data\.test_stride is 0"),
         ({"test_fraction": 1.0}, r"data\.test_fraction is 1\.0, expected between 0 and 1"),
-        ({"context": 94}, "96 steps before the test period, expected at least 97: data.context 94"),
+        ({"context": 94}, "before the test period of 24 steps, expected at least 97: data.context 94"),
+            {"context": 94},
+            r"96 steps before the test period of 24 steps, expected at least 97: data.context 94",
+        ),
         (
             {"seasonality": 13},
             r"data\.seasonality is 13, but data\.context is 12, expected at least",
@@ -378,8 +381,13 @@ def test_a_trained_model_forecasts(tmp_path):
     predictions = forecast(trained.model, values[..., :-HORIZON], trained.format)
     assert predictions.shape == (1, 3, 2, HORIZON)
     torch.testing.assert_close(predictions[0], result.evaluation.arrays["predictions"][-1])
-    with pytest.raises(ValueError, match="values has 11 steps, expected at least 12, the context"):
-        forecast(trained.model, values[..., :11], trained.format)
+    short = values[..., :7]
+    padded = torch.cat([torch.full((1, 2, 5), torch.nan).double(), short], dim=-1)
+    expected = forecast(trained.model, padded, trained.format)
+    assert torch.equal(forecast(trained.model, short, trained.format), expected)
+    assert expected.isfinite().all()
+    with pytest.raises(ValueError, match="values has no steps"):
+        forecast(trained.model, values[..., :0], trained.format)
 
 
 def test_reports_show_forecasts_beside_baselines(tmp_path):
@@ -444,8 +452,6 @@ def test_forecasts_of_unusable_files_are_refused(tmp_path, capsys):
 
     weekly = table_of(tmp_path / "weekly.csv", days=7)
     assert "the times are 7 days apart, expected 1 day, as in the training data" in fails(weekly)
-    short = table_of(tmp_path / "short.csv", X[:5])
-    assert "short.csv: values has 5 steps, expected at least 12" in fails(short)
     other = tmp_path / "other.csv"
     other.write_text(path.read_text().replace("date,a,b", "date,a,c"))
     assert "other.csv: there is no column 'b'" in fails(other)
