@@ -185,7 +185,7 @@ def test_the_season_is_that_of_the_times(tmp_path):
         ({"horizon": 0}, r"data\.horizon is 0"),
         ({"test_stride": 0}, r"data\.test_stride is 0"),
         ({"test_fraction": 1.0}, r"data\.test_fraction is 1\.0, expected between 0 and 1"),
-        ({"context": 94}, "before the test period of 24 steps, expected at least 97: data.context 94"),
+        (
             {"context": 94},
             r"96 steps before the test period of 24 steps, expected at least 97: data.context 94",
         ),
