@@ -1,11 +1,11 @@
-"""Dense predictors and U-Nets of equal size, trained by the same recipe.
+"""Compare dense predictors with U-Nets of the same size, trained with the same recipe.
 
 python benchmarks/segmentation.py --recipes canvas_segmentation solids --seeds 0 1
 
 The U-Net has three levels of two convolutions each, with group norms, max pooling, transposed
-convolutions and skip connections. Its width is chosen so that it has the most parameters that do
-not exceed those of the recipe's model; data, loss, steps, batch size, optimizer and learning rate
-are those of the recipe. Finished runs in the folder are kept.
+convolutions and skip connections. It has the largest width with at most as many parameters as the
+recipe's model; data, loss, steps, batch size, optimizer and learning rate are those of the recipe.
+Finished runs in the folder are kept.
 """
 
 import statistics
@@ -114,7 +114,7 @@ class Options:
     """Options of the benchmark."""
 
     recipes: tuple[str, ...] = ("canvas_segmentation", "solids")
-    """Recipes of segmentation."""
+    """Segmentation recipes."""
     seeds: tuple[int, ...] = (0, 1)
     """Random seeds."""
     steps: int | None = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from onescan.checkpoint.files import write_atomically
 from onescan.cli.options import echo
-from onescan.messages import printable
+from onescan.messages import plural, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ def _check_out(
     checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, *, of_arrays: bool
 ) -> None:
     if not of_arrays and any(Path(path).suffix in ARRAY_FILES for path in inputs):
-        raise ValueError("inputs has images and arrays, expected one kind")
+        raise ValueError("inputs contains images and arrays, expected only one kind")
     if out is None:
         return
     if of_arrays and out.suffix not in ARRAY_FILES:
@@ -56,7 +56,9 @@ def _check_out(
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
         raise ValueError(f"out is '{out}', which is the input, expected another name")
     if not of_arrays and checkpoint.target.kind != "class_map":
-        raise ValueError(f"out is '{out}', expected None: values of images cannot be saved as .png")
+        raise ValueError(
+            f"out is '{out}', but predicted values cannot be saved as .png files; leave out --out"
+        )
     if not of_arrays:
         _check_folder(out, ".png")
 
@@ -102,7 +104,7 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
 
     format, data = checkpoint.format, checkpoint.run.get("data")
     if not isinstance(format, GridFormat):
-        raise ValueError(f"the model does not read arrays, expected other inputs than {path}")
+        raise ValueError(f"the model does not read arrays, such as {path}")
     layout = isinstance(data, dict) and bool(data.get("channels_first", False))
     examples = read_inputs(path, format, channels_first=layout, any_size=True)
     for row in range(len(examples)):
@@ -185,7 +187,7 @@ def _predict_files(
     if not count:
         raise ValueError("there is no readable file in inputs")
     if out is not None:
-        echo(f"{out}: {count} maps of classes")
+        echo(f"{out}: {plural(count, 'class map')}")
 
 
 def _volumes_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
@@ -210,7 +212,7 @@ def _targets(
         target = out / name(file)
         if target.resolve() == file.resolve():
             raise ValueError(
-                f"out is '{out}', where {file} would be replaced, expected another folder"
+                f"out is '{out}', where {file} would be overwritten, expected another folder"
             )
         if target in inputs:
             raise ValueError(

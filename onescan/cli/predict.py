@@ -65,14 +65,14 @@ def predict(argv: Argv) -> None:
         .parquet), whose unreadable rows are skipped. For time series: tables with a column per
         series, and .npz or .npy files. For volumes: NIfTI files, and folders of them."""
         top_k: int = 3
-        """Number of classes to print per input. Labels and values are all printed; of a map, the
+        """Number of classes to print per input. All labels and values are printed; for a map, the
         share of each class, or the range of each value."""
         text_column: str | None = None
         """Column of the texts in tables; by default that of the training data."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-        """Also write the predictions to a .csv or .json file. If the model predicts each position:
-        to a .npz or .npy file for arrays, or to a folder, as .png files for images and .nii.gz
-        files for volumes."""
+        """Also write the predictions to a .csv or .json file. A model that predicts a class or
+        values at each position writes a .npz or .npy file for arrays, or a folder of .png files for
+        images, or of .nii.gz files for volumes."""
         imports: Imports = ()
 
     options = parse(Options, predict, argv)

@@ -28,11 +28,11 @@ Outputs = Float[Tensor, "outputs *sides"]
 def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
     """Predict the probability of each class, or the values, at each position.
 
-    The model reads windows of the size that it was trained with, if it was trained with windows.
+    A model that was trained with windows reads windows of the same size.
 
     Args:
         checkpoint: A trained model, as `load` returns it.
-        grid: One grid of any size that the format has standardized, of shape [1, C, *sides].
+        grid: One grid of any size, standardized by the format, of shape [1, C, *sides].
 
     Raises:
         ValueError: If the grid has another shape.

@@ -1,4 +1,4 @@
-"""Prediction for grids that are too large for memory, window by window."""
+"""Sliding-window prediction for grids that are too large for memory."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def predict_windows(
     """Predict each position of a grid as the weighted mean over all windows that contain it.
 
     Weights decrease from the center of a window as a Gaussian, since predictions at its border lack
-    context. Memory grows with the size of a window, apart from the input and the output.
+    context. Apart from the input and the output, memory depends only on `window` and `batch_size`.
 
     Args:
         model: Maps grids [B, channels, *window] to outputs [B, out_channels, *window], such as a
@@ -38,7 +38,8 @@ def predict_windows(
         images: Grids of any size, of shape [B, channels, *sides].
         window: Size of the window along each axis, or one number for all axes. It is cut to the
             size of the grid.
-        overlap: Share of a window that the next one contains too, at least 0 and below 1.
+        overlap: Overlap of neighboring windows, as a fraction of the window size, at least 0 and
+            below 1.
         batch_size: Windows per call of the model.
         progress: Show a progress bar.
 

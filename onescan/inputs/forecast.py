@@ -1,4 +1,4 @@
-"""Windows of time series as the input of a forecasting model."""
+"""Windows of time series as inputs of forecasting models."""
 
 from dataclasses import dataclass
 
@@ -46,10 +46,10 @@ class ForecastFormat(Format):
     def scale(self, context: Context) -> tuple[PerWindow, PerWindow]:
         """Return the mean and standard deviation of the observed values of each context.
 
-        The standard deviation of constant values is 1. If no value is observed, the mean is NaN.
+        If no value is observed, the mean is NaN.
 
         Args:
-            context: Context of shape [B, channels, context]; NaN where they are missing.
+            context: Context of shape [B, channels, context]; NaN where values are missing.
 
         Returns:
             Mean and standard deviation in float64, of shape [B, channels, 1]. A constant context
@@ -73,14 +73,14 @@ class ForecastFormat(Format):
         """Convert the steps before the forecast to the model's input.
 
         Args:
-            context: Context of shape [B, channels, context]; NaN where they are missing.
+            context: Context of shape [B, channels, context]; NaN where values are missing.
 
         Returns:
             float32 of shape [B, 2 * channels, context + horizon]: the standardized values, with 0
             for missing and future ones, and then masks, which are 1 for observed values.
 
         Raises:
-            ValueError: If the shape is another one, or a value is infinite.
+            ValueError: If the shape does not match, or a value is infinite.
         """
         if context.shape[1:] != (self.channels, self.context):
             raise ValueError(
@@ -88,7 +88,9 @@ class ForecastFormat(Format):
                 f"{self.context})"
             )
         if context.isinf().any():
-            raise ValueError("context has infinite values, expected numbers, or NaN if missing")
+            raise ValueError(
+                "context has infinite values, expected finite numbers, or NaN if missing"
+            )
         mean, std = self.scale(context)
         known = ~context.isnan()
         values = torch.where(known, (context.double() - mean) / _divisor(std), 0)

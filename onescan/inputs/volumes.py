@@ -45,7 +45,7 @@ class VolumeFormat(ArrayFormat):
     """Distance in mm between neighboring voxels along each axis, to which volumes are resampled;
     None keeps their voxels."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest intensity; others are set to the nearer one."""
+    """Lowest and highest intensity; values outside this range are clipped."""
 
     def in_training_range(self, values: AnyGrid) -> AnyGrid:
         return values if self.clip is None else values.clamp(*self.clip)
@@ -210,12 +210,12 @@ def open_volume(path: str | Path) -> Volume:
         raise ValueError(f"{file} is truncated: its header states {stated:,} bytes")
     orientation = io_orientation(affine) if np.isfinite(affine).all() else np.full(1, np.nan)
     if np.isnan(orientation).any():  # such as of an axis without a direction
-        raise ValueError(f"{file} has an affine that places no grid of voxels: {affine.tolist()}")
+        raise ValueError(f"{file} has an invalid affine: {affine.tolist()}")
     return Volume(file=file, stored=stored, orientation=orientation.astype(int))
 
 
 def check_same_geometry(image: Volume, mask: Volume) -> None:
-    """Check that a mask has the size and place of its image, up to the order of axes.
+    """Check that a mask has the size and position of its image, up to the order of axes.
 
     Raises:
         ValueError: If it does not; names both files.

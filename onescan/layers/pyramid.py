@@ -1,4 +1,4 @@
-"""From the tokens of several blocks to a grid of full resolution, in steps of small factors."""
+"""Decoder from the tokens of several blocks to a grid at full resolution, in small steps."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
@@ -44,7 +44,7 @@ def _prime_factors(number: int) -> list[int]:
 
 
 class PyramidDecoder(nn.Module):
-    """Upsample patches step by step, and add earlier blocks and the input on the way.
+    """Upsample patches step by step, with skip connections from earlier blocks and the input.
 
     Each step multiplies the sides by small factors and halves the channels. Its result is
     concatenated with the patches of an earlier block at the same resolution, or with the input in
@@ -71,7 +71,7 @@ class PyramidDecoder(nn.Module):
         axes = len(patch_size)
         if axes not in CONVOLUTIONS:
             raise ValueError(
-                f"decoder is 'pyramid' with {axes} axes, but convolutions have at most "
+                f"decoder is 'pyramid' with {axes} axes, but convolutions support at most "
                 f"{max(CONVOLUTIONS)}; expected decoder='linear'"
             )
         self.patch_size = patch_size
@@ -103,7 +103,7 @@ class PyramidDecoder(nn.Module):
 
         Args:
             features: Patches after `levels` blocks as grids, [B, width, *grid]; the last one first.
-            images: The input. Zeros complete its last patches.
+            images: The input, which is padded with zeros to whole patches.
             keep: True for real patches, [B, *grid]; None if all are.
         """
         x, *earlier = features
@@ -117,7 +117,7 @@ class PyramidDecoder(nn.Module):
 
 
 class ConvolutionBlock(nn.Module):
-    """Two convolutions with normalized channels, and a linear map around them.
+    """Two convolutions with normalized channels, and a linear skip connection.
 
     Args:
         axes: Number of axes of the grid.

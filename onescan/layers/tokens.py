@@ -26,7 +26,7 @@ Mix = Callable[..., tuple[Hidden, Any]]
 class Patchify(nn.Module):
     """Split a signal, an image or a video into patches and embed each with a linear map.
 
-    If a patch size does not divide a side, zeros complete its last patch.
+    If a side is not a multiple of the patch size, it is padded with zeros.
 
     Args:
         channels: Channels of the input.

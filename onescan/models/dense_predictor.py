@@ -23,7 +23,7 @@ DecoderName = Literal["pyramid", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class DensePredictorConfig(ModelConfig):
-    """Config of networks from a grid to a grid, for segmentation or values per position."""
+    """Config of networks that map a grid to a grid, for segmentation or dense regression."""
 
     image_size: tuple[int, ...] = (224, 224)
     """Default size along each axis: one axis for signals, two for images, three for video and
@@ -134,11 +134,11 @@ class DensePredictor(nn.Module):
         """Predict a value of each output channel at each position.
 
         Args:
-            images: Grids of any size, of shape [B, channels, *sides]. If `patch_size` does not
-                divide a side, zeros complete its last patch.
+            images: Grids of any size, of shape [B, channels, *sides]. If a side is not a
+                multiple of the patch size, it is padded with zeros.
             keep: True for real positions and False for padding, of shape [B, *sides], for grids of
                 mixed sizes in one batch; `onescan.inputs.pad_images` returns it. The real positions
-                of a grid are a box that begins at the first one. The outputs equal those of each
+                of a grid must form a box that begins at index 0. The outputs equal those of each
                 grid alone at its own size. Padding may hold any values, even NaN; its outputs are
                 zero.
 

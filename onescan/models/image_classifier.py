@@ -199,11 +199,11 @@ class ImageClassifier(nn.Module):
         """Compute class logits; see `forward_head` for the return value.
 
         Args:
-            images: Grids of any size, of shape [B, channels, *sides]. If `patch_size` does not
-                divide a side, zeros complete its last patch.
+            images: Grids of any size, of shape [B, channels, *sides]. If a side is not a
+                multiple of the patch size, it is padded with zeros.
             keep: True for real pixels and False for padding, of shape [B, *sides], for images of
                 mixed sizes in one batch; `onescan.inputs.pad_images` returns it. The real pixels of
-                an image are a box that begins at the first pixel. The logits equal those of each
+                an image must form a box that begins at index 0. The logits equal those of each
                 image alone at its own size. Padding may hold any values, even NaN.
 
         Raises:

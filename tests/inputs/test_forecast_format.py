@@ -107,7 +107,7 @@ def test_missing_values_are_left_out():
 def test_other_shapes_and_infinite_values_are_refused():
     with pytest.raises(ValueError, match=r"context has shape \(4, 2, 7\), expected \(B, 2, 8\)"):
         FORMAT.model_input(windows()[..., 1:])
-    with pytest.raises(ValueError, match="context has infinite values, expected numbers, or NaN"):
+    with pytest.raises(ValueError, match="context has infinite values, expected finite numbers"):
         FORMAT.model_input(windows() / 0)
     with pytest.raises(ValueError, match=r"\(4, 5, 11\), expected \(B, 6, 11\): 3 quantiles of 2"):
         FORMAT.scores(torch.zeros(4, 5, 11))

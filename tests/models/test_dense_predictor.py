@@ -162,7 +162,7 @@ def test_the_config_survives_a_file():
         ({"image_size": (8,)}, r"patch_size is \(4, 4\), which has 2 axes, expected 1"),
         (
             {"patch_size": (2,) * 4, "image_size": (4,) * 4, "mixer": MIXERS["softmax"]},
-            "decoder is 'pyramid' with 4 axes, but convolutions have at most 3",
+            "decoder is 'pyramid' with 4 axes, but convolutions support at most 3",
         ),
     ],
 )

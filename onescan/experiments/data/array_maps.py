@@ -30,7 +30,7 @@ Layout = Literal["alone", "first", "last"]  # place of the axis of values or of 
 
 @dataclass(frozen=True, kw_only=True)
 class Maps:
-    """A class, or values, at each position of each example, which are read when they are indexed.
+    """A class, or values, at each position of each example, read when they are indexed.
 
     Attributes:
         y: Classes or values, of shape [N, *sides], [N, V, *sides] or [N, *sides, V].
@@ -122,7 +122,7 @@ def _known(values: Float[Tensor, "B V *sides"]) -> tuple[Tensor, Float[Tensor, "
 
 
 def map_layout(y: Array, sides: tuple[int, ...], *, channels_first: bool) -> Layout | None:
-    """Return where y has an axis of values besides those of the positions; None if it has others.
+    """Return where y has an axis of values, if any; None if y does not have the axes of x.
 
     >>> y = np.zeros((5, 2, 30))
     >>> map_layout(y, (30,), channels_first=False), map_layout(y, (20,), channels_first=False)
@@ -192,8 +192,8 @@ def read_maps(
         return tuple(numbers if is_class else of_values), list(maps.values())
     if len(names) != count:
         raise ValueError(
-            f"data.class_names names {plural(len(names), noun)} ({listed(names)}), but y has "
-            f"{count}"
+            f"data.class_names has {plural(len(names), 'name')} ({listed(names)}), but y has "
+            f"{plural(count, noun)}"
         )
     check_distinct(**{"data.class_names": names})
     return names, list(maps.values())
@@ -217,7 +217,7 @@ def _count_classes(where: str, maps: Mapping[str, Maps], named: int) -> int:
             count = named or present[-1] + 1
             if count == 1:
                 raise ValueError(
-                    f"{where} all positions of {name} have class 0, expected 2 classes"
+                    f"{where} all positions of {name} have class 0, expected at least 2 classes"
                 )
         if present and present[-1] >= count:
             raise ValueError(
@@ -253,15 +253,17 @@ def _count_values(where: str, maps: Mapping[str, Maps], named: int) -> int:
                 row = at + int(infinite.nonzero()[0, 0])
                 raise ValueError(
                     f"{where} {name}[{row}] has infinite values, expected finite values, or NaN "
-                    "where they are not known"
+                    "where the value is unknown"
                 )
             is_known = is_known or not bool(chunk.isnan().all())
             sizes[name] = chunk.shape[1]
         if not is_known:
-            raise ValueError(f"{where} {name} holds only NaN, expected known values")
+            raise ValueError(f"{where} {name} holds only NaN, expected at least one value")
     if len(set(sizes.values())) > 1:
         found = " and ".join(f"{count} in {name}" for name, count in sizes.items())
-        raise ValueError(f"{where} the values per position are {found}, expected as many in both")
+        raise ValueError(
+            f"{where} the number of values per position is {found}, expected the same in both"
+        )
     return next(iter(sizes.values()))
 
 

@@ -53,7 +53,7 @@ def read_kind(
         sides: Size of an example along each axis.
 
     Raises:
-        ValueError: If the kind is unknown, or y has a shape of no kind of target.
+        ValueError: If the kind is unknown, or the shape of y fits no kind of target.
     """
     if kind is not None:
         check_choice("data.target", kind, get_args(TargetKind))
@@ -76,7 +76,7 @@ def read_kind(
 
 def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> str:
     """Describe how y is read, if it holds labels or values."""
-    read = "real value" if kind == "value" else "yes-or-no label"
+    read = "real value" if kind == "value" else "binary label"
     note = f"y is read as {plural(outputs, read)} per example"
     if kind == "multilabel":
         return f"{note}; {CHANGE} value"
@@ -144,14 +144,14 @@ def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str,
         return (noun,) if outputs == 1 else tuple(f"{noun}_{i}" for i in range(outputs))
     if len(names) != outputs:
         raise ValueError(
-            f"data.class_names names {plural(len(names), noun)} ({listed(names)}), but y has "
-            f"{outputs}"
+            f"data.class_names has {plural(len(names), 'name')} ({listed(names)}), but y has "
+            f"{plural(outputs, noun)}"
         )
     check_distinct(**{"data.class_names": names})
     if taken := [name for name in names if name in COLUMNS]:
         raise ValueError(
-            f"data.class_names contains {taken[0]!r}, which is a column of every file of "
-            "predictions, expected another name"
+            f"data.class_names contains {taken[0]!r}, but files of predictions already have a "
+            "column of this name, expected another name"
         )
     return names
 

@@ -60,8 +60,8 @@ class CanvasDigitsConfig(DataConfig):
     """Leave out the test digits, and hold out part of the training digits in their place. For
     choosing hyperparameters."""
     masks: bool = False
-    """Whether the target is the class of each pixel instead of the digit: "stroke" where the digit
-    has at least half of the strongest ink, and "background" elsewhere."""
+    """Whether the target is the class of each pixel instead of the digit: "stroke" where the ink of
+    the digit has at least half of its largest value, and "background" elsewhere."""
     background_seed: int = 0
     """Random seed of the positions and textures of test images. Those of training images depend on
     `training.seed`."""

@@ -1,4 +1,4 @@
-"""Windows of time series: training windows end before the test period, and origins roll over it."""
+"""Windows of time series: training windows end before the test period, test forecasts lie in it."""
 
 import math
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ class ForecastDatasetConfig(DataConfig):
     A table (.csv, .tsv, .jsonl or .parquet) has a column per series and optionally one of times,
     which must be regular. An array x has shape [T], [T, channels] or [N, T, channels], in a .npz or
     .npy file. Empty cells and NaN are missing values: the model reads them as such, and the loss
-    and the metrics leave them out. The last part of the series is the test period.
+    and the metrics ignore them. The last part of the series is the test period.
     """
 
     path: str
     """The file; or co2, the weekly concentration of CO2 at Mauna Loa."""
     horizon: int | None = None
-    """Steps to forecast. None infers one season, or a twentieth of series without seasons."""
+    """Steps to forecast. None infers one season, or a twentieth of a series without seasons."""
     context: int | None = None
     """Steps that the model reads before the forecast. None infers four times the horizon if the
     series are long enough."""
@@ -60,8 +60,8 @@ class ForecastDatasetConfig(DataConfig):
     test_fraction: float = 0.2
     """Length of the test period as a fraction of the series."""
     test_stride: int | None = None
-    """Steps between the origins of test forecasts. None chooses the smallest with at most 1,000
-    test windows."""
+    """Steps between the origins of test forecasts. None chooses the smallest number that gives at
+    most 1,000 test windows."""
 
     def resolved(self) -> "ForecastDatasetConfig":
         """Return the config with horizon, context, seasonality and stride inferred from the data.

@@ -28,10 +28,10 @@ GRAY = ("1", "L", "P", "I", "I;16")  # modes whose pixels are single numbers
 class MaskFolderConfig(DataConfig):
     """Images, and masks with the class of each pixel: a folder with subfolders images and masks.
 
-    A mask has the name of its image, without the suffix, and its size. Its pixels are classes from
-    0, as grayscale or palette indices. The folder of masks may also be called labels, and the
-    subfolders may be in train and val (or test) folders. Images are resized, and masks with them by
-    the nearest pixel.
+    A mask has the same name as its image, apart from the suffix, and the same size. Its pixel
+    values are class indices from 0, stored as grayscale or palette indices. The folder of masks may
+    also be called labels, and the subfolders may be in train and val (or test) folders. Images and
+    masks are resized; masks use nearest-neighbor interpolation.
     """
 
     path: str
@@ -41,9 +41,9 @@ class MaskFolderConfig(DataConfig):
     channels: int = 3
     """Channels of the images: 3 for color, 1 for grayscale."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes in order; () numbers those that occur, which reads all masks."""
+    """Names of the classes in order; () numbers the classes in the masks, which are all read."""
     ignore_index: int | None = None
-    """Value of masks at pixels without a class, such as 255. They are left out of the loss and all
+    """Value of masks at pixels without a class, such as 255. They are ignored in the loss and all
     scores."""
     binary: bool = False
     """Whether masks have two classes: 0, and all values above 0."""
@@ -220,12 +220,13 @@ def _open_mask(file: Path) -> Iterator[Image.Image]:
     with image:
         if image.format in LOSSY:
             raise ValueError(
-                f"{file} is a {image.format} file, whose compression changes pixels, expected PNG"
+                f"{file} is a {image.format} file, whose compression changes pixel values, "
+                "expected PNG"
             )
         if image.mode not in GRAY:
             raise ValueError(
-                f"{file} has pixels of mode {image.mode}, expected one number per pixel, "
-                "grayscale or palette indices, which are the classes"
+                f"{file} has mode {image.mode}, expected one class index per pixel, as grayscale "
+                "or palette indices"
             )
         yield image
 
@@ -241,8 +242,8 @@ def mask_values(pairs: Iterable[Pair]) -> set[int]:
         found = np.unique(read_mask(pair.mask)).tolist()
         if found[0] < 0 or found[-1] >= MAX_CLASSES:
             raise ValueError(
-                f"{pair.mask} has a pixel of {found[0] if found[0] < 0 else found[-1]}, expected "
-                f"classes from 0 to {MAX_CLASSES - 1}"
+                f"{pair.mask} has a pixel with value {found[0] if found[0] < 0 else found[-1]}, "
+                f"expected classes from 0 to {MAX_CLASSES - 1}"
             )
         values |= set(found)
     return values

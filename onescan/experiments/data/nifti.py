@@ -39,12 +39,12 @@ Mask = Int[Tensor, "_ _ _"]
 class NiftiFolderConfig(DataConfig):
     """Volumes, and masks with the class of each voxel: a folder with subfolders images and masks.
 
-    All files are NIfTI (.nii.gz or .nii). A mask has the name of its image, and its size and
-    affine; its voxels are classes from 0. The folder of masks may also be called labels, and the
-    subfolders may be in train and val (or test) folders. Volumes may have different sizes, and 4-D
-    files have channels as their last axis. Axes are turned to point to the right, to the front and
-    up. Files are read when a batch needs them, and training with task.window keeps only a random
-    window of each.
+    All files are NIfTI (.nii.gz or .nii). A mask has the same name, size and affine as its image;
+    its voxel values are class indices from 0. The folder of masks may also be called labels, and
+    the subfolders may be in train and val (or test) folders. Volumes may have different sizes, and
+    the last axis of 4-D files holds the channels. Volumes are reoriented so that their axes point
+    to the right, to the front and up (RAS). Files are read when a batch needs them, and training
+    with task.window keeps only a random window of each.
     """
 
     path: str
@@ -53,13 +53,13 @@ class NiftiFolderConfig(DataConfig):
     """Distance in mm between neighboring voxels from left to right, back to front and bottom to
     top, to which all volumes are resampled; None keeps their voxels."""
     clip: tuple[float, float] | None = None
-    """Lowest and highest intensity, such as -160 and 240 for soft tissue in CT; others are set to
-    the nearer one."""
+    """Lowest and highest intensity, such as -160 and 240 for soft tissue in CT; values outside
+    this range are clipped."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes in order; () numbers those that occur, which reads all training
-    masks."""
+    """Names of the classes in order; () numbers the classes in the training masks, which are all
+    read."""
     ignore_index: int | None = None
-    """Value of masks at voxels without a class, such as 255. They are left out of the loss and all
+    """Value of masks at voxels without a class, such as 255. They are ignored in the loss and all
     scores."""
     test_fraction: float = 0.15
     """Fraction of the volumes held out if there is no val or test folder."""
@@ -166,8 +166,8 @@ class NiftiFolderConfig(DataConfig):
 class VolumeSet(ImageSet):
     """Volumes of one split with their masks, which are read when a batch needs them.
 
-    A batch is (volumes [B, C, *largest], classes [B, *largest], real voxels [B, *largest]). After
-    the end of a volume, the volumes are 0 and the classes -100.
+    A batch is (volumes [B, C, *largest], classes [B, *largest], real voxels [B, *largest]). In the
+    padding, the volumes are 0 and the classes -100.
 
     Attributes:
         format: Channels and spacing of the volumes.
@@ -255,7 +255,7 @@ def read_mask(
     sides: tuple[int, ...] | None = None,
     box: Box | None = None,
 ) -> Mask:
-    """Read the class of each voxel of a mask, or of a box of it; resampled by the nearest voxel.
+    """Read the class of each voxel of a mask, or of a box of it, with nearest-neighbor resampling.
 
     Args:
         mask: The mask.
@@ -272,8 +272,9 @@ def read_mask(
     if not (is_class | is_ignored).all():
         wrong = values[~(is_class | is_ignored)][0].item()
         raise ValueError(
-            f"{mask.file} has a voxel of {wrong:g}, expected classes, which are integers from 0 to "
-            f"{MAX_CLASSES - 1}; --data.ignore-index sets the value of voxels without a class"
+            f"{mask.file} has a voxel with value {wrong:g}, expected classes, which are integers "
+            f"from 0 to {MAX_CLASSES - 1}; --data.ignore-index sets the value of voxels without a "
+            "class"
         )
     return torch.where(is_ignored, IGNORED, values).long()
 
@@ -282,9 +283,9 @@ def spacing_note(spacings: Float[np.ndarray, "N 3"]) -> str:
     """Describe the spacing of voxels in files, and how to resample them if it differs.
 
     >>> spacing_note(np.array([[0.8, 0.8, 2.5], [0.7, 0.7, 5.0], [0.7, 0.7, 5.0]]))
-    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing sets one'
+    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing unifies it'
     """
     low, high = ([f"{mm:.3g}" for mm in row] for row in (spacings.min(0), spacings.max(0)))
     ranges = [a if a == b else f"{a} to {b}" for a, b in zip(low, high, strict=True)]
-    more = "; --data.spacing sets one" * (low != high)
+    more = "; --data.spacing unifies it" * (low != high)
     return f"the spacing of voxels is {' x '.join(ranges)} mm{more}"

@@ -49,7 +49,7 @@ def split_pairs(
     )
     whole = _pairs(first or root, stem, suffix)
     if second is not None:
-        notes = [f"the test images are those of {second.name}"]
+        notes = [f"the test images are those in {second.name}"]
         return whole, _pairs(second, stem, suffix), notes
     parts = random_split(len(whole), fraction=fraction, seed=seed)
     train, test = ([whole[place] for place in part.tolist()] for part in parts)
@@ -72,7 +72,7 @@ def _pairs(folder: Path, stem: Stem, suffix: str) -> list[Pair]:
     if missing := [file for name, file in images.items() if name not in masks]:
         raise ValueError(
             f"{missing[0]} has no mask {folder / masked / (stem(missing[0].name) or '')}{suffix}"
-            f"{f', nor have {len(missing) - 1} others' * (len(missing) > 1)}"
+            f"{f'; {len(missing)} images have no mask' * (len(missing) > 1)}"
         )
     if not images:
         raise ValueError(f"{folder / IMAGES} holds no images")
@@ -82,13 +82,13 @@ def _pairs(folder: Path, stem: Stem, suffix: str) -> list[Pair]:
 def _files(folder: Path, stem: Stem) -> dict[str, Path]:
     """Return the files in a folder by their name without the suffix, in order."""
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}, expected {IMAGES} and {MASKS[0]}")
+        raise ValueError(f"there is no folder {folder}, expected folders {IMAGES} and {MASKS[0]}")
     files: dict[str, Path] = {}
     for file in sorted(folder.iterdir()):
         name = stem(file.name)
         if name is None or name.startswith("."):  # macOS adds hidden files
             continue
         if name in files:
-            raise ValueError(f"{folder} has files whose names differ in the suffix alone")
+            raise ValueError(f"{folder} has files whose names differ only in the suffix")
         files[name] = file
     return files

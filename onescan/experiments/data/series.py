@@ -115,12 +115,12 @@ def _read_table(path: Path, time_column: str | None) -> SeriesTable:
     length, name = steps[-1] + 1, f"column {time!r}"
     if length > FILLED * len(rows):
         raise ValueError(
-            f"{path}: the times in {name} are {times.every} apart, but with gaps of "
-            f"{length - len(rows):,} steps in total between {len(rows):,} rows; expected fewer"
+            f"{path}: the times in {name} are {times.every} apart, but gaps between the "
+            f"{len(rows):,} rows amount to {length - len(rows):,} steps, expected smaller gaps"
         )
     filled = np.full((length, len(names)), np.nan)
     filled[steps] = cells
-    notes = [f"times are read from {name}, every {times.every}"]
+    notes = [f"times are read from {name}, with a step of {times.every}"]
     if length > len(rows):
         notes.append(f"filled gaps in time with {plural(length - len(rows), 'missing step')}")
     return replace(table, values=_series(filled), times=times, notes=tuple(notes))

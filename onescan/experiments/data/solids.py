@@ -28,13 +28,14 @@ class SolidsConfig(DataConfig):
 
     Volumes are generated as bytes of shape [1, size, size, size] when they are read. Those of the
     training split are new in every epoch, while those of the test split stay the same. Spheres and
-    cubes have the same brightness and range of sizes. Where solids overlap, the later one counts.
+    cubes have the same brightness and range of sizes. Where solids overlap, the later one is
+    visible.
     """
 
     size: int = 20
     """Size of a volume along each axis, in voxels."""
     solids: int = 2
-    """Spheres and cubes per volume."""
+    """Number of spheres and cubes per volume."""
     brightness: int = 96
     """Brightness that solids add to the noise, from 1 to 254. Noise is uniformly distributed from 0
     to 255 minus this value, so smaller values make the task harder."""

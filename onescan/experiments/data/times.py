@@ -36,18 +36,18 @@ Ticks = Sequence[Fraction]
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Times at equal distances."""
+    """Times with a constant step."""
 
     first: Fraction
     """First time: months since year 0, seconds since 1970, or a number."""
     step: Fraction
-    """Distance between times."""
+    """Difference between successive times."""
     unit: Unit
     """What `first` and `step` count; empty for plain numbers."""
     format: str = ""
     """How dates are written, for strftime; empty for plain numbers."""
     day: datetime = EPOCH
-    """Of months: day and time of day; day 31 stands for the last day."""
+    """For months: day of the month and time of day; day 31 stands for the last day."""
 
     def text(self, index: int) -> str:
         """Return the time of a step, written as in the table.
@@ -67,7 +67,7 @@ class Times:
 
     @property
     def seasonality(self) -> int:
-        """Steps per year of months and weeks, per week of days, or per day of shorter steps."""
+        """Steps per year for months and weeks, per week for days, or per day for shorter steps."""
         if self.unit == "months":
             return int(YEAR / self.step) if YEAR % self.step == 0 else 1
         if self.unit == "seconds" and self.step >= DAY:
@@ -102,7 +102,7 @@ def is_date(text: str) -> bool:
 
 
 def read_times(cells: Sequence[str], places: Sequence[str]) -> tuple[Times, list[int]]:
-    """Find the step of times, which are the most frequent distance apart or a multiple of it.
+    """Find the step of times: the most frequent difference, of which all must be multiples.
 
     Args:
         cells: The times of at least two rows.
@@ -123,8 +123,8 @@ def read_times(cells: Sequence[str], places: Sequence[str]) -> tuple[Times, list
     for i, distance in enumerate(distances, start=1):
         if distance <= 0:
             raise ValueError(
-                f"{places[i]}: the time {cells[i]!r} is not after {cells[i - 1]!r} of the row "
-                "before, expected increasing times"
+                f"{places[i]}: the time {cells[i]!r} is not after {cells[i - 1]!r} in the "
+                "previous row, expected increasing times"
             )
     step = Counter(distances).most_common(1)[0][0]
     found = Times(first=ticks[0], step=step, unit=unit, format=format, day=day)

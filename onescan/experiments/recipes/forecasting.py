@@ -23,7 +23,7 @@ def forecaster() -> RunConfig:
     .npy). Empty cells and NaN are missing values. Each column is a series of its own, unless
     --data.joint forecasts them together. The last 20% of the steps are the test period. Horizon,
     context, seasonality, model size, batch size and epochs that are not given as options are
-    inferred and printed. The forecasts are quantiles, and are evaluated beside a seasonal naive
+    inferred and printed. The forecasts are quantiles, and are compared with a seasonal naive
     forecast and a linear regression.
     """
     return RunConfig(

@@ -100,7 +100,7 @@ def regressor() -> RunConfig:
     The .npz file, or a folder of .npy files, holds x as for signal_classifier, and numbers y of
     shape [N] or [N, values]; --data.class-names names them. If each example has two axes of more
     than 4 values, they are those of an image; for signals with channels, pass --data.axes 1. Values
-    are standardized in training, and predicted in their own units. Settings are inferred and
+    are standardized for training, and predicted in their original units. Settings are inferred and
     printed as for image_classifier.
     """
     return dataclasses.replace(
@@ -112,15 +112,15 @@ def regressor() -> RunConfig:
 
 
 def segmenter() -> RunConfig:
-    """LightNet that predicts a class, or values, at each position of your signals, images, volumes.
+    """LightNet that predicts a class or values at each position of signals, images or volumes.
 
     onescan train segmenter --data.path scans.npz
     onescan predict runs/segmenter/seed-0 new.npz --out classes.npz
 
-    The .npz file, or a folder of .npy files, holds x as for signal_classifier, and y with the axes
-    of x: integers are the class at each position (--data.ignore-index 255 leaves out positions with
-    that value), and floats are values (NaN where they are not known). Or pass a folder with images
-    and masks of equal names, such as images/a.png and masks/a.png, or images/a.nii.gz and
+    The .npz file, or a folder of .npy files, holds x as for signal_classifier, and y with the same
+    axes as x: integers are the class at each position (--data.ignore-index 255 ignores positions
+    with that value), and floats are values (NaN where they are unknown). Or pass a folder with
+    images and masks of the same names, such as images/a.png and masks/a.png, or images/a.nii.gz and
     masks/a.nii.gz for CT and MR scans, optionally in train and val. Examples that are too large for
     memory are read in windows, such as --task.window 64 64 64. Settings are inferred and printed as
     for image_classifier.

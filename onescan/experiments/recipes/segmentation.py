@@ -14,8 +14,8 @@ def canvas_segmentation() -> RunConfig:
     onescan train canvas_segmentation --seeds 0 1
 
     Scikit-learn's digits lie at random positions on random textures, as for canvas_digits, but with
-    a stronger texture, so that the brightness of a pixel does not show its class. Digits of the
-    test images are not in the training images.
+    a stronger texture, so that the brightness of a pixel does not reveal its class. The digits of
+    the test images do not occur in the training images.
     """
     return RunConfig(
         name="canvas_segmentation",
@@ -43,8 +43,8 @@ def solids() -> RunConfig:
 
     onescan train solids --seeds 0 1
 
-    Volumes are generated. A single voxel does not show its class: solids and background overlap in
-    brightness, and spheres and cubes differ in their outline alone.
+    Volumes are generated. A single voxel does not reveal its class: solids and background overlap
+    in brightness, and spheres and cubes differ only in their outline.
     """
     return RunConfig(
         name="solids",

@@ -36,13 +36,13 @@ def _table(group: RunGroup) -> Figure:
         rows.append((metric_name(name), *(_over_seeds(group, f"{prefix}{key}") for key in shown)))
     spread = " Numbers are means and standard deviations over seeds." * (len(group.runs) > 1)
     caption = (
-        f"Errors in {len(group.task.test):,} windows of the test period; lower is better. MAE is "
+        f"Errors over {len(group.task.test):,} windows of the test period; lower is better. MAE is "
         "the mean absolute error of the median in the units of the series. MASE divides it by the "
         "error of the seasonal naive forecast in the training period, one season ahead. The "
-        "weighted quantile loss is the quantile loss over the sum of absolute values. The "
+        "weighted quantile loss is the quantile loss divided by the sum of absolute values. The "
         "baselines read the same windows: the seasonal naive forecast repeats the last season of "
-        "steps, and linear is a ridge regression from the standardized context; their quantiles "
-        f"add those of their training errors.{spread}"
+        "steps, and linear is a ridge regression from the standardized context. For their "
+        f"quantiles, those of their training errors are added.{spread}"
     )
     return Figure("Errors", fragment("table", rows, "numbers lined"), caption, 3)
 
@@ -109,8 +109,9 @@ def _example(group: RunGroup, place: int) -> Figure:
     share = format.quantiles[-1] - format.quantiles[0]
     seed = f" of seed {group.runs[0].seed}" * (len(group.runs) > 1)
     caption = (
-        f"The median{seed} from {begins} on, and the band from quantile {format.quantiles[0]:g} to "
-        f"{format.quantiles[-1]:g}, which should contain {share:.0%} of the true values."
+        f"The median forecast{seed} from {begins} on, and the band from quantile "
+        f"{format.quantiles[0]:g} to {format.quantiles[-1]:g}, which should contain {share:.0%} of "
+        "the true values."
     )
     return line_figure(lines, caption, title=name, x="step", y=name, mark_x=0.5)
 

@@ -63,7 +63,7 @@ def values(group: RunGroup) -> Section:
     """Errors of each value, and examples with the true and the predicted values."""
     target = group.task.target
     scores = [map_scores(run.result.evaluation.arrays, target.std) for run in group.runs]
-    rows: Table = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "deviation")]
+    rows: Table = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "std")]
     for i, name in enumerate(group.class_names):
         of_seeds = [score[i] for score in scores]
         errors = (over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))

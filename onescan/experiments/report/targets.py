@@ -34,7 +34,7 @@ def values(group: RunGroup) -> Section:
         for name, *pair in list(zip(names, true.T, predicted.T, strict=True))[:MAX_SCATTERS]
     ]
     scores = [value_scores(each["labels"], each["predictions"]) for each in arrays]
-    rows: list[tuple[object, ...]] = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "deviation")]
+    rows: list[tuple[object, ...]] = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "std")]
     for i, name in enumerate(names):
         of_seeds = [score[i] for score in scores]
         errors = (over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))
@@ -66,8 +66,8 @@ def labels(group: RunGroup) -> Section:
     caption = (
         f"Support is the number of held-out {group.task.unit} that have the label, out of "
         f"{len(arrays[0]['labels']):,}. Precision, recall and F1 are those of labels with a "
-        "probability above 50%; average precision is the area under the curve of precision over "
-        "recall. The last row pools all labels; macro F1 and mean average precision are means over "
+        "probability above 50%; average precision is the area under the precision-recall curve. "
+        "The last row pools all labels; macro F1 and mean average precision are means over "
         f"labels instead.{spread(group)}"
     )
     figure = Figure("Scores of each label", fragment("table", rows, "numbers lined"), caption, 3)

@@ -1,4 +1,4 @@
-"""The part that tasks share whose model predicts a class or values at each position of a grid."""
+"""Base class of tasks whose model predicts a class or values at each position of a grid."""
 
 import math
 from abc import abstractmethod
@@ -32,14 +32,14 @@ class DenseTaskConfig(TaskConfig):
     """Settings of all tasks that predict a class or values at each position."""
 
     flip_axes: tuple[int, ...] = ()
-    """Axes along which half of the training examples are mirrored, with their targets: 0 is the
-    first axis after the channels, which is the height of images."""
+    """Axes along which half of the training examples are mirrored, together with their targets: 0
+    is the first axis after the channels, which is the height of images."""
     window: tuple[int, ...] = ()
     """Size of a window along each axis, for examples that are too large for memory. Training reads
-    a random window of each example; evaluation and prediction go window by window and average the
+    a random window of each example; evaluation and prediction use a sliding window and average the
     outputs where windows overlap. () uses whole examples."""
     window_overlap: float = 0.5
-    """Share of a window that the next one contains too, at least 0 and below 1."""
+    """Overlap of neighboring windows, as a fraction of the window size, at least 0 and below 1."""
     evaluation_batch_size: int = 16
     """Examples per evaluation batch; affects memory, not results."""
 
@@ -62,8 +62,8 @@ class DenseTaskConfig(TaskConfig):
     def check_model(self, model: ModelConfig) -> None:
         if isinstance(model, ImageClassifierConfig):  # models of users may fit
             raise ValueError(
-                f"model is {named_type(model)}, expected a DensePredictorConfig, which predicts "
-                "each position"
+                f"model is {named_type(model)}, expected a DensePredictorConfig, which predicts a "
+                "class or values at each position"
             )
 
 

@@ -41,8 +41,8 @@ class ForecastingConfig(TaskConfig):
         is_increasing = sorted(set(numbers)) == list(numbers)
         if not (is_increasing and MEDIAN in numbers and numbers[0] > 0 and numbers[-1] < 1):
             raise ValueError(
-                f"task.quantiles is {numbers}, expected increasing numbers between 0 and 1, with "
-                "0.5 among them"
+                f"task.quantiles is {numbers}, expected increasing numbers between 0 and 1, "
+                "including 0.5"
             )
         return Forecasting(self, data)
 

@@ -1,4 +1,4 @@
-"""The part that tasks on grids share, and the part that those with a row of numbers share."""
+"""Base classes of tasks on grids, and of those with a row of numbers per example."""
 
 import math
 from abc import abstractmethod

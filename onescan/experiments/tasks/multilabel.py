@@ -26,8 +26,8 @@ class MultilabelClassificationConfig(TaskConfig):
     """Multi-label classification with binary cross-entropy."""
 
     positive_weight: PositiveWeight = "none"
-    """Weight of examples that have a label, in its loss: "balanced" is the number of training
-    examples without the label over the number with it."""
+    """Weight of positive examples in the loss of each label: "balanced" is the number of training
+    examples without the label, divided by the number with it."""
     augment: AugmentConfig | None = None
     """Augmentation of training images."""
     evaluation_batch_size: int = 256
@@ -100,7 +100,7 @@ class LabelScore:
     recall: float
     f1: float
     average_precision: float
-    """Area under the curve of precision over recall; NaN if no example has the label."""
+    """Area under the precision-recall curve; NaN if no example has the label."""
 
 
 def label_scores(labels: Table, probabilities: Table) -> tuple[list[LabelScore], LabelScore]:

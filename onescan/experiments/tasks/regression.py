@@ -29,7 +29,7 @@ Table = Float[Tensor, "N values"]
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionConfig(TaskConfig):
-    """Regression on values that are standardized with their training mean and deviation."""
+    """Regression on values standardized with their training mean and standard deviation."""
 
     loss: RegressionLoss = "l2"
     """Loss of the standardized values: squared error (l2), absolute error (l1), or Huber loss

@@ -26,7 +26,7 @@ Counts = Int[Tensor, "N classes"]
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationConfig(DenseTaskConfig):
-    """Segmentation with a cross-entropy over positions and a Dice loss over classes."""
+    """Segmentation with the cross-entropy over positions and a Dice loss over classes."""
 
     dice_weight: float = 1.0
     """Weight of the Dice loss, which is 1 minus the mean Dice score over the classes that occur in
@@ -51,8 +51,8 @@ class SegmentationConfig(DenseTaskConfig):
             math.isfinite(weight) and weight >= 0 for weight in self.class_weights
         ):
             raise ValueError(
-                f"task.class_weights is {self.class_weights}, expected a number of 0 or more for "
-                f"each of {len(data.class_names)} classes"
+                f"task.class_weights is {self.class_weights}, expected one number of at least 0 "
+                f"for each of {len(data.class_names)} classes"
             )
         return Segmentation(self, data)
 

@@ -14,7 +14,7 @@ from onescan.models.dense_predictor import DensePredictor, DensePredictorConfig
 
 
 class OnescanForSemanticSegmentation(OnescanModel):
-    """A `DensePredictor` of two axes: one logit per class at each pixel."""
+    """A `DensePredictor` with two axes: one logit per class at each pixel."""
 
     config_class = OnescanSegmentationConfig
     native_config = DensePredictorConfig

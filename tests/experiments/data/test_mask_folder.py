@@ -114,11 +114,11 @@ def test_workers_read_masks(folder):
     [
         (lambda p: (p / "masks" / "b.png").unlink(), r"b\.jpg has no mask .*masks.b\.png"),
         (lambda p: add(p, "b", np.ones((5, 5), np.uint8)), r"b\.png has 5 x 5 pixels, but .* 12 x"),
-        (lambda p: add(p, "b", mask_mode="RGB"), r"b\.png has pixels of mode RGB, expected one"),
+        (lambda p: add(p, "b", mask_mode="RGB"), r"b\.png has mode RGB, expected one class"),
         (lambda p: (p / "masks" / "b.png").write_text("no"), r"b\.png cannot be read"),
         (lambda p: (p / "images" / "b.jpg").write_text("no"), r"b\.jpg "),
         (lambda p: add(p, "b", np.full(SIZE, 7, np.uint8)), r"b\.png has class 7, expected 0 to 1"),
-        (lambda p: (p / "masks" / "b.gif").touch(), "differ in the suffix alone"),
+        (lambda p: (p / "masks" / "b.gif").touch(), "differ only in the suffix"),
         (lambda p: (p / "masks").rename(p / "others"), "there is no folder .*masks"),
     ],
 )

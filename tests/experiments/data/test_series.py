@@ -79,7 +79,7 @@ def test_gaps_are_steps_that_are_left_out():
             ("2020-01-01", "2020-1-32"),
             r"line 3: .* '2020-1-32', expected a date such as 1970-01-01",
         ),
-        (("2020-01-02", "2020-01-02"), r"line 3: .* is not after '2020-01-02' of the row before"),
+        (("2020-01-02", "2020-01-02"), r"line 3: .* is not after '2020-01-02' in the previous row"),
         (("3", "2"), "line 3: the time '2' is not after '3'"),
         (("1", "3", "5", "6"), "line 5: .* expected regular steps: most times are 2 apart"),
         (("2020-01-01", "2020-01-08", "2020-01-15", "2020-01-16"), "line 5: .* are 7 days apart"),
@@ -99,7 +99,7 @@ def test_a_table_has_a_column_per_channel(tmp_path):
     assert table.names == (("a", "b"),)
     assert rows(table.values) == [[1, None, 3], [2, None, 4]]
     assert table.notes == (
-        "times are read from column 'date', every 1 day",
+        "times are read from column 'date', with a step of 1 day",
         "2 of 6 values are missing (33.3%)",
     )
     assert table.times.text(3) == "2020-01-04"
@@ -158,7 +158,7 @@ def test_other_tables(tmp_path):
         ("date\n2020\n2021\n", r"a\.csv has no column of values besides 'date'"),
         ("a\nNA\n-\n", r"line 3: the value in column 'a' is '-'"),
         ("a,b\nNA,null\nNA,null\n", r"a\.csv has no values: all are missing"),
-        ("time,a\n1,1\n2,2\n3,3\n99,4\n", r"1 apart, but with gaps of 95 steps in total between 4"),
+        ("time,a\n1,1\n2,2\n3,3\n99,4\n", r"1 apart, but gaps between the 4 rows amount to 95"),
     ],
 )
 def test_unusable_tables_are_refused(tmp_path, text, message):

@@ -420,7 +420,7 @@ def test_one_command_trains_and_one_forecasts(tmp_path, capsys):
     shown, progress = capsys.readouterr()
     assert "data: 2 series, 144 training and 40 test windows" in shown
     assert "windows: 20 steps of context and 5 of forecast, seasons of 7 steps" in shown
-    assert "note: times are read from column 'date', every 1 day" in progress
+    assert "note: times are read from column 'date', with a step of 1 day" in progress
     assert "test seasonal naive mase " in shown
     forecasts = tmp_path / "forecast.csv"
     assert onescan("predict", out / "seed-0", path, "--out", forecasts) == 0

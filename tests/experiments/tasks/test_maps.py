@@ -160,7 +160,7 @@ def test_signals_and_volumes_have_maps(tmp_path):
         (CLASSES.astype(float), {"target": "class_map"}, r"expected integers .* y\.astype\(int\)"),
         (CLASSES[:, 0, 0], {"ignore_index": 2}, "data.ignore_index is 2, expected None"),
         (CLASSES, {"class_names": ("a", "b")}, "positions of class 2, expected 0 to 1"),
-        (VALUES, {"class_names": ("a",)}, r"names 1 value \(a\), but y has 2"),
+        (VALUES, {"class_names": ("a",)}, r"has 1 name \(a\), but y has 2 values"),
         (VALUES, {"class_names": ("a", "a")}, "contains 'a' more than once"),
         (with_unknown(VALUES, np.s_[:]), {}, "y holds only NaN"),
         (np.where(X[3, 2, 2] == X, np.inf, X), {}, r"y\[3\] has infinite values"),
@@ -173,7 +173,7 @@ def test_unusable_maps_are_refused(tmp_path, y, options, message):
 
 def test_training_and_test_maps_agree(tmp_path):
     arrays = {"x_train": X, "x_test": X, "y_train": VALUES, "y_test": VALUES[..., :1]}
-    with pytest.raises(ValueError, match="2 in y_train and 1 in y_test, expected as many"):
+    with pytest.raises(ValueError, match="2 in y_train and 1 in y_test, expected the same"):
         build(save(tmp_path / "a.npz", **arrays))
     arrays |= {"y_train": np.minimum(CLASSES, 1), "y_test": CLASSES}
     with pytest.raises(ValueError, match="y_test has positions of class 2, expected 0 to 1"):
@@ -344,7 +344,7 @@ def test_evaluation_goes_window_by_window(tmp_path):
         ({"window": (4, 0)}, r"task.window\[1\] is 0"),
         ({"window_overlap": 1.0}, "task.window_overlap is 1.0"),
         ({"dice_weight": -1.0}, "task.dice_weight is -1.0"),
-        ({"class_weights": (1.0, 2.0)}, r"\(1.0, 2.0\), expected a number .* of 3 classes"),
+        ({"class_weights": (1.0, 2.0)}, r"\(1.0, 2.0\), expected one number .* of 3 classes"),
         ({"class_weights": (0.0, 0.0, 0.0)}, "0 for all classes"),
         ({"evaluation_batch_size": 0}, "task.evaluation_batch_size is 0"),
     ],
@@ -539,7 +539,7 @@ def test_classes_are_trained_and_predicted(tmp_path, capsys):
         ((new, new, "--out", tmp_path / "b.npz"), "inputs has 2 files, expected one"),
         ((new, "--out", new), "which is the input"),
         (("a.png",), "the model reads arrays"),
-        ((new, "a.png"), "images and arrays, expected one kind"),
+        ((new, "a.png"), "images and arrays, expected only one kind"),
     ):
         assert onescan("predict", run, *given) == 2
         assert message in capsys.readouterr().err

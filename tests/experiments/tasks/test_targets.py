@@ -101,8 +101,8 @@ def onescan(*argv):
     [
         (np.arange(COUNT) % 3, "class", ("0", "1", "2"), None),
         (LABELS[:, 0], "class", ("0", "1"), None),
-        (LABELS, "multilabel", ("label_0", "label_1", "label_2"), "3 yes-or-no labels per example"),
-        (LABELS.astype(np.uint8), "multilabel", ("label_0", "label_1", "label_2"), "3 yes-or-no"),
+        (LABELS, "multilabel", ("label_0", "label_1", "label_2"), "3 binary labels per example"),
+        (LABELS.astype(np.uint8), "multilabel", ("label_0", "label_1", "label_2"), "3 binary"),
         (VALUES, "value", ("value_0", "value_1"), "2 real values .* --data.target class or multi"),
         (VALUES[:, 0], "value", ("value",), "1 real value per example$"),
         (VALUES[:, :1], "value", ("value",), "1 real value per example$"),
@@ -159,9 +159,9 @@ WITH_NAN = np.where(np.arange(COUNT)[:, None] == 7, [[0, np.nan]], VALUES)
         (VALUES, {"target": "class"}, "y holds float64, expected integers or strings"),
         (LABELS, {"target": "class"}, r"y has shape \(40, 3\), expected \(40,\)"),
         (X.astype(str)[:, 0], {"target": "value"}, "y holds <U32, expected numbers"),
-        (VALUES, {"class_names": ("a",)}, r"names 1 value \(a\), but y has 2"),
+        (VALUES, {"class_names": ("a",)}, r"has 1 name \(a\), but y has 2 values"),
         (VALUES, {"class_names": ("a", "a")}, "data.class_names contains 'a' more than once"),
-        (VALUES, {"class_names": ("a", "path")}, "contains 'path', which is a column"),
+        (VALUES, {"class_names": ("a", "path")}, "contains 'path', but files of predictions"),
         (np.full(COUNT, 1.7e308), {}, r"y holds values up to 1\.7e\+308, whose sum"),
         (VALUES, {"test_fraction": 0.0}, r"data\.test_fraction is 0\.0, expected between 0 and 1"),
     ],
@@ -476,7 +476,7 @@ def test_labels_are_trained_and_predicted(tmp_path, capsys):
     command = ("train", "signal_classifier", "--data.path", path, "--out", out)
     assert onescan(*command, "--task.positive-weight", "balanced", *small) == 0
     shown = capsys.readouterr()
-    assert "y is read as 3 yes-or-no labels per example; if wrong, pass" in shown.err + shown.out
+    assert "y is read as 3 binary labels per example; if wrong, pass" in shown.err + shown.out
     assert "test mean average precision " in shown.out
     text = Page((out / "report.html").read_text()).text
     assert "This signal classifier was trained on 34 signals with 3 labels each" in text
