@@ -177,8 +177,9 @@ def test_help_shows_common_options_and_help_all_every_option(capsys):
 
 @pytest.mark.slow
 def test_every_common_option_exists(capsys):
+    recipes = ("image_classifier", "digits_denoiser", "segmenter", "forecaster")
     for commands, common in (
-        ([["train", "image_classifier"], ["train", "digits_denoiser"]], TRAIN_COMMON),
+        ([["train", recipe] for recipe in recipes], TRAIN_COMMON),
         ([["evaluate"]], EVALUATE_COMMON),
     ):
         text = "".join(help_text(capsys, *command, "--help-all") for command in commands)

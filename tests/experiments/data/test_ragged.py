@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pages import python_block
 from tiny_run import assert_same, tiny_run
 
 import onescan
