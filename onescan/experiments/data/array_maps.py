@@ -13,6 +13,7 @@ from torch import Tensor
 from onescan.checks import check_distinct
 from onescan.experiments.data.base import listed
 from onescan.experiments.data.ragged import Sizes, real_positions
+from onescan.experiments.data.statistics import divisors, mean_and_std
 from onescan.inputs.images import native_type
 from onescan.inputs.targets import MapKind, Target
 from onescan.messages import plural
@@ -100,25 +101,9 @@ class Maps:
 
         Constant values are only centered, and values that are never known are left as they are.
         """
-        values = self[places[:1]].shape[1]
-        count, total, squares = torch.zeros(3, values, dtype=torch.float64)
-        for chunk in self.chunks(places):
-            known, flat = _known(chunk)
-            count, total = count + known.sum(1), total + flat.sum(1)
-        mean = total / count.clamp(min=1)
-        for chunk in self.chunks(places):
-            known, flat = _known(chunk)
-            squares += torch.where(known, flat - mean[:, None], 0).square().sum(1)
-        std = (squares / count.clamp(min=1)).sqrt()
-        std = torch.where(std > torch.finfo(std.dtype).eps * mean.abs(), std, 1.0)
+        mean, std = mean_and_std(x.transpose(0, 1).flatten(1) for x in self.chunks(places))
+        std = divisors(mean, std)
         return Target(kind="value_map", mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-
-
-def _known(values: Float[Tensor, "B V *sides"]) -> tuple[Tensor, Float[Tensor, "V positions"]]:
-    """Return which values are known, and the values in float64, 0 elsewhere."""
-    flat = values.double().transpose(0, 1).flatten(1)
-    known = ~flat.isnan()
-    return known, torch.where(known, flat, 0)
 
 
 def map_layout(y: Array, sides: tuple[int, ...], *, channels_first: bool) -> Layout | None:

@@ -38,6 +38,7 @@ from onescan.experiments.data.base import (
 from onescan.experiments.data.images import ImageSet, ImageSplits
 from onescan.experiments.data.ragged import Sizes, read_sizes, real_positions
 from onescan.experiments.data.share import WHOLE, Share
+from onescan.experiments.data.statistics import divisors, mean_and_std
 from onescan.inputs.arrays import IMAGE_AXES, MAX_AXES, ArrayFormat
 from onescan.inputs.images import (
     GridFormat,
@@ -59,7 +60,6 @@ MAX_CHANNELS = 4  # longer axes are not channels
 FEW = 9  # an axis that is shorter, or this much shorter than another one, may hold channels
 SIGNAL_AXES = 2  # of an example with channels
 CHUNK = 1 << 24  # values that are standardized or checked at once
-EPSILON = 2.0**-52  # of float64
 EXACT = 2**53  # float64 represents all smaller integers
 MIN_SPREAD = 2.0**-43  # standard deviation of larger integers, as a fraction of their mean
 # Raised by numpy and zipfile for damaged, encrypted or unsupported files.
@@ -559,30 +559,14 @@ class ArrayDataset(ImageSet):
                 differ by too little.
         """
         whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
-        chunks = self._chunks()
-        count = len(self) * self.x[0].size // self.shape[0]
-        if self.sizes is not None:
-            count = int(self.sizes[self.places].prod(axis=1).sum())
 
         def channels() -> Iterator[Tensor]:
-            for chunk in chunks:
-                values, _, *keep = whole.read([Example(place) for place in chunk]).batch
+            for chunk in self._chunks():
+                values, *keep = whole._values(self.places[chunk.start : chunk.stop].numpy())
                 by_channel = values.double().transpose(0, 1)
                 yield by_channel[:, keep[0]] if keep else by_channel.flatten(1)
 
-        rough, rest, squares, peak = torch.zeros(4, self.shape[0], dtype=torch.float64)
-        for values in channels():
-            rough += values.sum(dim=1) / count
-            peak = torch.maximum(peak, values.abs().amax(dim=1))
-        exponent = torch.frexp(peak).exponent
-        # The sum of large values is rounded, the sum of differences from their mean much less.
-        # Scaling by a power of two is exact, and keeps squares within the range of float64.
-        for values in channels():
-            scaled = torch.ldexp(values - rough[:, None], -exponent[:, None])
-            rest += scaled.sum(dim=1) / count
-            squares += (scaled**2).sum(dim=1) / count
-        mean = rough + torch.ldexp(rest, exponent)
-        std = torch.ldexp((squares - rest**2).clamp(min=0).sqrt(), exponent)
+        mean, std = mean_and_std(channels())
         scale = 255 if self.x.dtype == np.uint8 else 1
         is_large = mean.abs() > EXACT
         if self.x.dtype.kind in "iu" and (is_large & (std < MIN_SPREAD * mean.abs())).any():
@@ -590,8 +574,8 @@ class ArrayDataset(ImageSet):
                 f"x holds integers near {mean[is_large][0].item():.4g} that are too close together "
                 "for float64: subtract a constant from x"
             )
-        std = torch.where(std > EPSILON * mean.abs(), std / scale, 1.0)
-        return tuple((mean / scale).tolist()), tuple(std.tolist())
+        mean, std = mean / scale, std / scale
+        return tuple(mean.tolist()), tuple(divisors(mean, std).tolist())
 
     def check_finite(self) -> None:
         """Raise NotFiniteError if a value is not finite as it is read; names the example."""

@@ -1,7 +1,7 @@
 """Volumes such as CT and MR scans with a mask each: NIfTI files in the folders images and masks."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from onescan.checks import check_distinct
 from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
-from onescan.experiments.data.arrays import EPSILON, ArraySplits
+from onescan.experiments.data.arrays import ArraySplits
 from onescan.experiments.data.base import DataConfig, Example, LoadedBatch, listed
 from onescan.experiments.data.images import ImageSet
 from onescan.experiments.data.pairs import Pair, split_pairs
 from onescan.experiments.data.ragged import Sizes
+from onescan.experiments.data.statistics import divisors, mean_and_std
 from onescan.inputs.images import check_constants
 from onescan.inputs.padding import pad_images
 from onescan.inputs.targets import Target
@@ -210,22 +211,10 @@ class VolumeSet(ImageSet):
 
         The standard deviation of a constant channel is 1.
         """
-        count, mean, squares = 0, *torch.zeros(2, self.format.channels, dtype=torch.float64)
-        for values in self._clipped():
-            own, added = values.mean(dim=1), values.shape[1]
-            shift, whole = own - mean, count + added
-            squares += (values - own[:, None]).square().sum(dim=1)
-            squares += shift.square() * (count * added / whole)
-            mean, count = mean + shift * (added / whole), whole
-        std = (squares / count).sqrt()
-        std = torch.where(std > EPSILON * mean.abs(), std, 1.0)
-        return tuple(mean.tolist()), tuple(std.tolist())
-
-    def _clipped(self) -> Iterator[Float[Tensor, "C _"]]:
-        """Yield the intensities of each volume, whose format neither shifts nor scales them yet."""
-        for pair in self.pairs:
-            values = read_values(open_volume(pair.image), self.format)
-            yield self.format.model_input(values).flatten(1).double()
+        volumes = (read_values(open_volume(pair.image), self.format) for pair in self.pairs)
+        # The format neither shifts nor scales yet.
+        mean, std = mean_and_std(self.format.model_input(x).flatten(1) for x in volumes)
+        return tuple(mean.tolist()), tuple(divisors(mean, std).tolist())
 
     def _read(self, example: Example) -> tuple[Float[Tensor, "C _ _ _"], Mask]:
         pair, sides = self.pairs[example.source], tuple(self.sizes[example.source].tolist())

@@ -17,6 +17,8 @@ def test_solids_are_brighter_and_have_their_shapes():
     volumes, masks = splits.train.read(SEEDED).batch
     assert (volumes.dtype, volumes.shape) == (torch.uint8, (60, 1, 16, 16, 16))
     assert set(masks.unique().tolist()) == {0, 1, 2}
+    cubes = (masks.flatten(1).amax(dim=1) == 2).sum()
+    assert 20 < cubes < 40
     for volume, mask in zip(volumes[:, 0].float(), masks, strict=True):
         (kind,) = set(mask.unique().tolist()) - {0}
         places = mask.nonzero()
