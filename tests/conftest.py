@@ -12,6 +12,7 @@ from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; make test fills the cores
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import register_random, settings
@@ -97,8 +98,12 @@ def offline(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed(request):
+    """Let random numbers, also those of a module's RNG, depend on the test alone."""
     torch.manual_seed(0)
+    rng = getattr(request.module, "RNG", None)
+    if isinstance(rng, np.random.Generator):
+        rng.bit_generator.state = np.random.default_rng(0).bit_generator.state
 
 
 @pytest.fixture(autouse=True)

@@ -140,6 +140,6 @@ class ForecastFormat(Format):
         return self.scores(outputs).double().sort(dim=1).values * std + mean
 
 
-def _divisor(std: Float[Tensor, "B channels 1"]) -> Float[Tensor, "B channels 1"]:
+def _divisor(std: PerWindow) -> PerWindow:
     """Return what values are divided by: constant ones are only centered."""
     return torch.where(std > 0, std, 1)

@@ -1,7 +1,7 @@
 """Targets of arrays that have a class or values at each position: masks and maps."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,11 +19,10 @@ from onescan.inputs.targets import MapKind, Target
 from onescan.messages import plural
 
 Array = Shaped[np.ndarray, "_ *_"]  # any type
-ClassCounts = Int[Tensor, " classes"]
+Counts = Int[Tensor, " outputs"]
 
 IGNORED = -100  # class of positions without one, as in torch's cross_entropy
 WHITE = 255  # often the foreground of a mask, or marks positions without a class
-MOST_BELOW_WHITE = 128  # a mask with only smaller classes and 255 has no class 255
 MAX_CLASSES = 4096
 CHUNK = 1 << 24  # positions that are read at once
 Layout = Literal["alone", "first", "last"]  # place of the axis of values or of one class
@@ -89,12 +88,23 @@ class Maps:
         for first in range(0, len(places), size):
             yield self[places[first : first + size]]
 
-    def count(self, places: Int[Tensor, " part"], classes: int) -> ClassCounts:
-        """Count the positions of each class."""
-        total = torch.zeros(classes, dtype=torch.long)
+    def count(self, places: Int[Tensor, " part"], outputs: int) -> Counts:
+        """Count the positions of each class, or those where each value is known."""
+        total = torch.zeros(outputs, dtype=torch.long)
         for chunk in self.chunks(places):
-            total += chunk[chunk != IGNORED].bincount(minlength=classes)
+            total += (
+                chunk[chunk != IGNORED].bincount(minlength=outputs)
+                if self.kind == "class_map"
+                else (~chunk.isnan()).transpose(0, 1).flatten(1).sum(dim=1)
+            )
         return total
+
+    def positions(self, places: Int[Tensor, " part"]) -> int:
+        """Count the positions of some examples, without padding."""
+        if self.sizes is not None:
+            return int(self.sizes[places.numpy()].prod(axis=1).sum())
+        values = {"alone": 1, "first": self.y.shape[1], "last": self.y.shape[-1]}[self.layout]
+        return len(places) * math.prod(self.y.shape[1:]) // values
 
     def fit(self, places: Int[Tensor, " part"]) -> Target:
         """Return the target that standardizes the known values of some examples.
@@ -170,7 +180,16 @@ def read_maps(
                 "each position of x"
             )
         maps[name] = Maps(y=y, kind=kind, layout=layout, ignore_index=ignore_index, sizes=size)
-    count = (_count_classes if is_class else _count_values)(where, maps, len(names))
+    if is_class:
+        found = {name: _classes(f"{where} {name}", part) for name, part in maps.items()}
+        (what, training), *tests = found.items()
+        hint = f", and if it is the second class, save y // {WHITE}"
+        try:
+            count = count_classes(what, training, dict(tests), named=len(names), hint=hint)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from error
+    else:
+        count = _count_values(where, maps)
     if not names:
         numbers = [str(i) for i in range(count)]
         of_values = ["value"] if count == 1 else [f"value_{number}" for number in numbers]
@@ -184,30 +203,43 @@ def read_maps(
     return names, list(maps.values())
 
 
-def _count_classes(where: str, maps: Mapping[str, Maps], named: int) -> int:
-    """Return the number of classes: that of the names, or of the classes in the training data."""
-    first, count = next(iter(maps)), named
-    for name, part in maps.items():
-        present = _classes(f"{where} {name}", part)
-        if name == first:
-            if not present:
-                raise ValueError(f"{where} {name} has no position with a class")
-            below = max((index for index in present if index != WHITE), default=0)
-            if WHITE in present and below < MOST_BELOW_WHITE and named <= WHITE:
-                raise ValueError(
-                    f"{where} the classes in {name} are {listed(list(map(str, present)))}; if "
-                    f"{WHITE} marks positions without a class, pass --data.ignore-index {WHITE}, "
-                    f"and if it is the second class, save y // {WHITE}"
-                )
-            count = named or present[-1] + 1
-            if count == 1:
-                raise ValueError(
-                    f"{where} all positions of {name} have class 0, expected at least 2 classes"
-                )
-        if present and present[-1] >= count:
-            raise ValueError(
-                f"{where} {name} has positions of class {present[-1]}, expected 0 to {count - 1}"
-            )
+def count_classes(
+    what: str,
+    training: Collection[int],
+    tests: Mapping[str, Collection[int]],
+    *,
+    named: int = 0,
+    hint: str = "",
+) -> int:
+    """Return the number of classes: that of their names, or else the largest class plus one.
+
+    Args:
+        what: What holds the classes, for messages, such as "the masks in scans".
+        training: Classes that occur in the training data.
+        tests: Classes that occur in other data, by what holds them.
+        named: Number of classes with a name; 0 if they have none.
+        hint: What else classes of 0 and 255 may mean.
+
+    Raises:
+        ValueError: If there is no class, or one; if classes without names have gaps of more than
+            half of all numbers, such as of a mask with 0 and 255; or if a class is too large.
+    """
+    if not training:
+        raise ValueError(f"no position of {what} has a class")
+    largest = max(training)
+    if not named and 2 * len(training) <= largest:
+        hints = f"; if {WHITE} marks positions without a class, pass --data.ignore-index {WHITE}"
+        raise ValueError(
+            f"the classes of {what} are {listed(list(map(str, sorted(training))))}, expected 0 to "
+            f"{len(training) - 1}, or {largest + 1} names in data.class_names"
+            f"{(hints + hint) * (WHITE in training)}"
+        )
+    count = named or largest + 1
+    if count == 1:
+        raise ValueError(f"all positions of {what} have class 0, expected at least two classes")
+    for name, classes in {what: training, **tests}.items():
+        if max(classes, default=0) >= count:
+            raise ValueError(f"{name} has class {max(classes)}, expected 0 to {count - 1}")
     return count
 
 
@@ -227,9 +259,8 @@ def _classes(where: str, maps: Maps) -> list[int]:
     return sorted(present)
 
 
-def _count_values(where: str, maps: Mapping[str, Maps], named: int) -> int:
+def _count_values(where: str, maps: Mapping[str, Maps]) -> int:
     """Return the number of values at each position."""
-    del named  # compared with the result later
     sizes = {}
     for name, part in maps.items():
         is_known = False
@@ -274,23 +305,3 @@ def map_note(outputs: int, maps: Sequence[Maps]) -> str:
 
 def _are_whole(values: Float[Tensor, "B V *sides"]) -> bool:
     return bool((values.isnan() | (values == values.floor())).all())
-
-
-def unknown_note(maps: Maps, places: Int[Tensor, " part"], part: str) -> list[str]:
-    """Return a note on the positions of a part that have no class or value, if there are any.
-
-    Raises:
-        ValueError: If no position has one.
-    """
-    missing = total = 0
-    for chunk in maps.chunks(places):
-        unknown = chunk == IGNORED if maps.kind == "class_map" else chunk.isnan()
-        missing, total = missing + int(unknown.sum()), total + chunk.numel()
-    if maps.sizes is not None:  # padding is not missing
-        real = int(maps.sizes[places.numpy()].prod(axis=1).sum())
-        real *= chunk.shape[1] if maps.kind == "value_map" else 1
-        missing, total = missing - (total - real), real
-    what = "class" if maps.kind == "class_map" else "value"
-    if missing == total:
-        raise ValueError(f"no position of the {part} examples has a {what}, expected at least one")
-    return [f"{part} positions without a {what}: {missing / total:.1%}"] if missing else []

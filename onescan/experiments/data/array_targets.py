@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from onescan.checks import check_choice, check_distinct
-from onescan.experiments.data.array_maps import Maps, map_layout, unknown_note
+from onescan.experiments.data.array_maps import Maps, map_layout
 from onescan.experiments.data.base import listed, missing_classes_note
 from onescan.inputs.targets import Target, TargetKind, value_target
 from onescan.messages import plural
@@ -174,19 +174,30 @@ def target_notes(
         places: The examples.
         names: Names of the outputs.
         part: What the examples are called: "training" or "test".
+
+    Raises:
+        ValueError: If they are maps in which no position has a class or value.
     """
     if isinstance(labels, Maps):
-        notes = unknown_note(labels, places, part)
-        if kind == "class_map":
-            counts = labels.count(places, len(names))
-            missing = [name for name, count in zip(names, counts, strict=True) if not count]
-            notes += [f"classes without {part} positions: {listed(missing)}"] if missing else []
-        return notes
+        return _map_notes(labels, places, names, part)
     of_part = labels[places]
     if kind == "class":
         return missing_classes_note(of_part, names, part=part)
     note = constant_values_notes if kind == "value" else missing_labels_notes
     return note(of_part, names, part)
+
+
+def _map_notes(labels: Maps, places: Places, names: Sequence[str], part: str) -> list[str]:
+    """Return notes on the positions without a class or value, and on classes without positions."""
+    is_class = labels.kind == "class_map"
+    counts, what = labels.count(places, len(names)), "class" if is_class else "value"
+    known, total = int(counts.sum()), labels.positions(places) * (1 if is_class else len(names))
+    if not known:
+        raise ValueError(f"no position of the {part} examples has a {what}, expected at least one")
+    share = f"{part} positions without a {what}: {1 - known / total:.1%}"
+    missing = [name for name, count in zip(names, counts, strict=True) if not count]
+    without = f"{'classes' if is_class else 'values'} without {part} positions: {listed(missing)}"
+    return [share] * (known < total) + [without] * bool(missing)
 
 
 def missing_labels_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from onescan.checks import check_distinct
-from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
-from onescan.experiments.data.base import DataConfig, Example, LoadedBatch, listed
+from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, count_classes
+from onescan.experiments.data.base import DataConfig, Example, LoadedBatch
 from onescan.experiments.data.images import ImageSet, ImageSplits
 from onescan.experiments.data.pairs import Pair, split_pairs
 from onescan.inputs.image_files import is_image_name, open_image, read_header
@@ -75,7 +75,7 @@ class MaskFolderConfig(DataConfig):
         train, test, notes = self.split()
         for pair in (*train, *test):
             _check_sizes(pair)
-        names = self.class_names or tuple(map(str, range(self._count_classes(train, test))))
+        names = self.class_names or self.names(*self.values())
         check_distinct(**{"data.class_names": names})
         sets = [
             MaskedImages(config=self, format=format, pairs=tuple(pairs), classes=len(names))
@@ -90,30 +90,28 @@ class MaskFolderConfig(DataConfig):
             notes=tuple(notes),
         )
 
-    def _count_classes(self, train: Iterable[Pair], test: Iterable[Pair]) -> int:
-        """Return the number of classes in masks: the largest class plus one.
+    def values(self) -> tuple[set[int], set[int]]:
+        """Return the values of the training and of the test masks, without `ignore_index`.
 
         Raises:
-            ValueError: If there is one class, a mask cannot be read or has other values, or a test
-                mask has a larger class.
+            ValueError: If a mask cannot be read, or has a value that is no class.
         """
-        values, others = (mask_values(pairs) - {self.ignore_index} for pairs in (train, test))
+        train, test, _ = self.split()
+        values, others = (mask_values(pairs, self.ignore_index) for pairs in (train, test))
+        return values, others
+
+    def names(self, values: set[int], others: set[int]) -> tuple[str, ...]:
+        """Return the numbers of the classes that the training and the test masks have.
+
+        Raises:
+            ValueError: If there is one class, or they have gaps, or a test mask has a larger one.
+        """
         if self.binary:
-            return 2
-        if WHITE in values and max(values - {WHITE}, default=0) < WHITE // 2:
-            raise ValueError(
-                f"masks in {self.path} have the values {listed(list(map(str, sorted(values))))}; "
-                f"if {WHITE} marks pixels without a class, pass --data.ignore-index {WHITE}, and "
-                "if all values above 0 are one class, pass --data.binary"
-            )
-        if max(values, default=0) == 0:
-            raise ValueError(f"all pixels of the masks in {self.path} are 0, expected two classes")
-        if max(others, default=0) > max(values):
-            raise ValueError(
-                f"test masks in {self.path} have class {max(others)}, but training masks have "
-                f"classes 0 to {max(values)}; data.class_names can name more classes"
-            )
-        return max(values) + 1
+            return ("0", "1")
+        tests = {f"a test mask in {self.path}": others}
+        hint = ", and if all values above 0 are one class, pass --data.binary"
+        count = count_classes(f"the masks in {self.path}", values, tests, hint=hint)
+        return tuple(map(str, range(count)))
 
     def split(self) -> tuple[list[Pair], list[Pair], list[str]]:
         """Return the files of the training and the test images, and notes on the split."""
@@ -166,17 +164,17 @@ class MaskedImages(ImageSet):
             (self.format.width, self.format.height), Image.Resampling.NEAREST
         )
         classes = torch.from_numpy(np.asarray(resized).astype(np.int64))
-        is_ignored = classes == (
-            -1 if self.config.ignore_index is None else self.config.ignore_index
-        )
+        is_ignored = torch.zeros_like(classes, dtype=torch.bool)
+        if self.config.ignore_index is not None:
+            is_ignored = classes == self.config.ignore_index
         if self.config.binary:
             classes = classes.clamp(max=1)
-        classes[is_ignored] = IGNORED
-        if bool((classes >= self.classes).any()):
+        wrong = ~is_ignored & ((classes < 0) | (classes >= self.classes))
+        if bool(wrong.any()):
             raise ValueError(
-                f"{pair.mask} has class {int(classes.max())}, expected 0 to {self.classes - 1}"
+                f"{pair.mask} has class {int(classes[wrong][0])}, expected 0 to {self.classes - 1}"
             )
-        return to_bytes(image), classes
+        return to_bytes(image), classes.masked_fill(is_ignored, IGNORED)
 
 
 def _check_sizes(pair: Pair) -> None:
@@ -231,19 +229,19 @@ def _open_mask(file: Path) -> Iterator[Image.Image]:
         yield image
 
 
-def mask_values(pairs: Iterable[Pair]) -> set[int]:
-    """Return the values that occur in masks.
+def mask_values(pairs: Iterable[Pair], ignore_index: int | None) -> set[int]:
+    """Return the values that occur in masks, except `ignore_index`.
 
     Raises:
         ValueError: If a mask cannot be read, or has values that are too large for classes.
     """
     values: set[int] = set()
     for pair in pairs:
-        found = np.unique(read_mask(pair.mask)).tolist()
-        if found[0] < 0 or found[-1] >= MAX_CLASSES:
+        found = set(np.unique(read_mask(pair.mask)).tolist()) - {ignore_index}
+        if wrong := [value for value in found if not 0 <= value < MAX_CLASSES]:
             raise ValueError(
-                f"{pair.mask} has a pixel with value {found[0] if found[0] < 0 else found[-1]}, "
-                f"expected classes from 0 to {MAX_CLASSES - 1}"
+                f"{pair.mask} has a pixel with value {wrong[0]}, expected classes from 0 to "
+                f"{MAX_CLASSES - 1}"
             )
-        values |= set(found)
+        values |= found
     return values

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onescan.checks import check_distinct
-from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, WHITE
+from onescan.experiments.data.array_maps import IGNORED, MAX_CLASSES, count_classes
 from onescan.experiments.data.arrays import ArraySplits
-from onescan.experiments.data.base import DataConfig, Example, LoadedBatch, listed
+from onescan.experiments.data.base import DataConfig, Example, LoadedBatch
 from onescan.experiments.data.images import ImageSet
 from onescan.experiments.data.pairs import Pair, split_pairs
 from onescan.experiments.data.ragged import Sizes
@@ -57,8 +57,7 @@ class NiftiFolderConfig(DataConfig):
     """Lowest and highest intensity, such as -160 and 240 for soft tissue in CT; values outside
     this range are clipped."""
     class_names: tuple[str, ...] = ()
-    """Names of the classes in order; () numbers the classes in the training masks, which are all
-    read."""
+    """Names of the classes in order; () numbers the classes in the masks, which are all read."""
     ignore_index: int | None = None
     """Value of masks at voxels without a class, such as 255. They are ignored in the loss and all
     scores."""
@@ -87,7 +86,7 @@ class NiftiFolderConfig(DataConfig):
         )
         headers = [self._open(pair) for pair in chain(train, test)]
         sizes = np.array([volume.resampled_sides(self.spacing) for volume in headers])
-        names = self.class_names or tuple(map(str, range(self._count_classes(train))))
+        names = self.class_names or tuple(map(str, range(self._count_classes(train, test))))
         check_distinct(**{"data.class_names": names})
         channels = headers[0].channels
         for volume in headers:
@@ -143,24 +142,19 @@ class NiftiFolderConfig(DataConfig):
         check_channels(mask, 1)
         return image
 
-    def _count_classes(self, pairs: Iterable[Pair]) -> int:
+    def _count_classes(self, train: Iterable[Pair], test: Iterable[Pair]) -> int:
         """Return the number of classes in masks: the largest class plus one."""
-        values: set[int] = set()
-        for pair in pairs:
-            values |= set(read_mask(open_volume(pair.mask), self.ignore_index).unique().tolist())
-        classes = sorted(values - {IGNORED})
-        if not classes or classes[-1] == 0:
-            raise ValueError(
-                f"no voxel of the masks in {self.path} has a class above 0, expected two classes"
-            )
-        if 2 * len(classes) <= classes[-1]:
-            hint = f"; if {WHITE} marks voxels without a class, pass --data.ignore-index {WHITE}"
-            raise ValueError(
-                f"masks in {self.path} have the classes {listed(list(map(str, classes)))}, "
-                f"expected 0 to {len(classes) - 1}, or {classes[-1] + 1} names in data.class_names"
-                f"{hint * (WHITE in classes)}"
-            )
-        return classes[-1] + 1
+        classes, others = (
+            {
+                value
+                for pair in pairs
+                for value in read_mask(open_volume(pair.mask), self.ignore_index).unique().tolist()
+                if value != IGNORED
+            }
+            for pairs in (train, test)
+        )
+        tests = {f"a test mask in {self.path}": others}
+        return count_classes(f"the masks in {self.path}", classes, tests)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,9 @@ import dataclasses
 
 from onescan.experiments.data import ForecastDatasetConfig
 from onescan.experiments.recipes import table
-from onescan.experiments.recipes.infer import INFERRED, infer
+from onescan.experiments.recipes.infer import DENSE_MODEL, INFERRED, infer
 from onescan.experiments.tasks import ForecastingConfig
 from onescan.experiments.training import RunConfig, TrainingConfig
-from onescan.layers.mixers import LightNetMixerConfig
-from onescan.layers.position import ToeplitzPositionConfig
-from onescan.models.dense_predictor import DensePredictorConfig
 
 
 def forecaster() -> RunConfig:
@@ -30,18 +27,13 @@ def forecaster() -> RunConfig:
         name="forecaster",
         data=ForecastDatasetConfig(path=""),
         task=ForecastingConfig(),
-        model=DensePredictorConfig(
+        model=dataclasses.replace(
+            DENSE_MODEL,
             image_size=(260,),
             channels=2,
             out_channels=9,
             patch_size=(13,),
-            width=64,
-            depth=4,
-            mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
-            position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
             decoder="linear",
-            drop_path=0.0,
-            init_std=0.1,
         ),
         training=TrainingConfig(
             epochs=12,

@@ -28,7 +28,6 @@ from onescan.experiments.data import (
 from onescan.experiments.data.array_maps import WHITE
 from onescan.experiments.data.base import HeldOutError, listed
 from onescan.experiments.data.glue import GlueSet
-from onescan.experiments.data.mask_folder import mask_values
 from onescan.experiments.data.pairs import paired_images
 from onescan.experiments.data.ragged import size_range
 from onescan.experiments.data.sources import find_source, walk
@@ -98,6 +97,8 @@ TASKS: dict[TargetKind, Any] = {
     "value_map": DenseRegressionConfig,
 }
 DENSE_MODEL = DensePredictorConfig(
+    width=64,
+    depth=4,
     mixer=LightNetMixerConfig(num_heads=4, gate_rank=16),
     position=ToeplitzPositionConfig(hidden_states=16, bidirectional=True),
     drop_path=0.0,
@@ -333,20 +334,21 @@ def _infer_masks(
     """Infer the settings for images with masks, whose classes are read once and then kept."""
     lines = []
     train, _, _ = data.split()
-    values = mask_values(train)
-    if values - {data.ignore_index} == {0, WHITE} and "data.binary" not in given:
+    values, others = data.values()
+    if values == {0, WHITE} and "data.binary" not in given:
         run = _changed(run, {"data.binary": True}, given)
         lines.append(
             f"masks: {WHITE} is class 1; if it marks pixels without a class, pass "
             f"--data.no-binary --data.ignore-index {WHITE}"
         )
+    masks: Any = run.data
+    run = _changed(run, {"data.class_names": masks.names(values, others)}, given)
+    run.data.build()  # names images that cannot be read
     headers = [read_header(pair.image) for pair in (train[i] for i in _sample(len(train)))]
     channels = 1 if all(header.is_gray for header in headers) else 3
     run = _changed(run, {"data.channels": channels}, given)
     size = _fit([(header.height, header.width) for header in headers], MAX_SIDE, (4, 4))
     run = _changed(run, {"data.image_size": size}, given)
-    names = run.data.build().class_names
-    run = _changed(run, {"data.class_names": names}, given)
     neutral = {"mean": (0.0,), "std": (1.0,)}
     whole: Any = configs.replace(run.data, neutral)
     mean, std = _statistics(whole.build().train)

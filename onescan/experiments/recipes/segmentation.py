@@ -1,6 +1,7 @@
 """Segmentation of generated images and volumes, which trains within minutes on a CPU."""
 
-from onescan import configs
+from dataclasses import replace
+
 from onescan.experiments.data import CanvasDigitsConfig, SolidsConfig
 from onescan.experiments.recipes import table
 from onescan.experiments.recipes.infer import DENSE_MODEL
@@ -23,16 +24,12 @@ def canvas_segmentation() -> RunConfig:
             size=64, scale=4, texture_contrast=0.7, masks=True, mean=0.37, std=0.126
         ),
         task=SegmentationConfig(),
-        model=configs.replace(
+        model=replace(
             DENSE_MODEL,
-            {
-                "image_size": (64, 64),
-                "channels": 1,
-                "out_channels": 2,
-                "patch_size": (4, 4),
-                "width": 64,
-                "depth": 4,
-            },
+            image_size=(64, 64),
+            channels=1,
+            out_channels=2,
+            patch_size=(4, 4),
         ),
         training=TrainingConfig(epochs=4, batch_size=16, learning_rate=2e-3, checkpoint_every=2.0),
     )
@@ -50,16 +47,13 @@ def solids() -> RunConfig:
         name="solids",
         data=SolidsConfig(),
         task=SegmentationConfig(flip_axes=(0, 1, 2)),
-        model=configs.replace(
+        model=replace(
             DENSE_MODEL,
-            {
-                "image_size": (20, 20, 20),
-                "channels": 1,
-                "out_channels": 3,
-                "patch_size": (4, 4, 4),
-                "width": 48,
-                "depth": 4,
-            },
+            image_size=(20, 20, 20),
+            channels=1,
+            out_channels=3,
+            patch_size=(4, 4, 4),
+            width=48,
         ),
         training=TrainingConfig(epochs=12, batch_size=8, learning_rate=2e-3, checkpoint_every=5.0),
     )

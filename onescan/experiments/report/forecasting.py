@@ -1,7 +1,5 @@
 """Section about forecasts: examples with bands, the error by step, and the baselines."""
 
-import statistics
-
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor
@@ -11,6 +9,7 @@ from onescan.experiments.report.format import label, metric_name
 from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import BLUE, MUTED, VERMILION, Line, line_figure, series
 from onescan.experiments.report.runs import RunGroup
+from onescan.experiments.report.targets import over_seeds, spread
 from onescan.experiments.tasks.forecasting import Forecasting
 
 EXAMPLES = 6
@@ -33,8 +32,9 @@ def _table(group: RunGroup) -> Figure:
     rows = [("forecast", *map(metric_name, shown))]
     for name in (MODEL, *_task(group).baselines):
         prefix = "" if name == MODEL else f"{name}_"
-        rows.append((metric_name(name), *(_over_seeds(group, f"{prefix}{key}") for key in shown)))
-    spread = " Numbers are means and standard deviations over seeds." * (len(group.runs) > 1)
+        rows.append(
+            (metric_name(name), *(over_seeds(group.metric(f"{prefix}{key}")) for key in shown))
+        )
     caption = (
         f"Errors over {len(group.task.test):,} windows of the test period; lower is better. MAE is "
         "the mean absolute error of the median in the units of the series. MASE divides it by the "
@@ -42,15 +42,9 @@ def _table(group: RunGroup) -> Figure:
         "weighted quantile loss is the quantile loss divided by the sum of absolute values. The "
         "baselines read the same windows: the seasonal naive forecast repeats the last season of "
         "steps, and linear is a ridge regression from the standardized context. For their "
-        f"quantiles, those of their training errors are added.{spread}"
+        f"quantiles, those of their training errors are added.{spread(group)}"
     )
     return Figure("Errors", fragment("table", rows, "numbers lined"), caption, 3)
-
-
-def _over_seeds(group: RunGroup, name: str) -> str:
-    values = group.metric(name)
-    spread = f" \u00b1 {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4g}{spread}"
 
 
 def _by_step(group: RunGroup) -> Figure:

@@ -18,7 +18,7 @@ from onescan.experiments.report.images import (
 from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import picture
 from onescan.experiments.report.runs import RunGroup
-from onescan.experiments.report.targets import over_seeds, spread
+from onescan.experiments.report.targets import errors_table, over_seeds, spread
 from onescan.experiments.tasks import DenseRegression, Segmentation
 from onescan.experiments.tasks.dense import DenseTask
 from onescan.experiments.tasks.dense_regression import map_scores
@@ -63,17 +63,7 @@ def values(group: RunGroup) -> Section:
     """Errors of each value, and examples with the true and the predicted values."""
     target = group.task.target
     scores = [map_scores(run.result.evaluation.arrays, target.std) for run in group.runs]
-    rows: Table = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "std")]
-    for i, name in enumerate(group.class_names):
-        of_seeds = [score[i] for score in scores]
-        errors = (over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))
-        rows.append((name, *errors, f"{target.std[i]:.4g}"))
-    caption = (
-        f"Errors at the known positions of the held-out {group.task.unit}, in the units of each "
-        "value. R\N{SUPERSCRIPT TWO} is the share of the variance that is explained. The last "
-        f"column is the standard deviation of the training values.{spread(group)}"
-    )
-    table = Figure("Errors of each value", fragment("table", rows, "numbers lined"), caption, 3)
+    table = errors_table(group, scores, target.std, "of the training values")
     return Section("Predicted values", [table, *_examples(group)])
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from onescan.experiments.report.page import Figure, Section, fragment
 from onescan.experiments.report.plots import BLUE, DASHED, MUTED, thinned, to_svg
 from onescan.experiments.report.runs import RunGroup
 from onescan.experiments.tasks.multilabel import label_scores
-from onescan.experiments.tasks.regression import value_scores
+from onescan.experiments.tasks.regression import ValueScore, value_scores
 from onescan.messages import plural
 
 MAX_SCATTERS = 12  # values that are drawn
@@ -34,18 +34,32 @@ def values(group: RunGroup) -> Section:
         for name, *pair in list(zip(names, true.T, predicted.T, strict=True))[:MAX_SCATTERS]
     ]
     scores = [value_scores(each["labels"], each["predictions"]) for each in arrays]
+    last = "of the true values, which is the RMSE of predicting their mean"
+    table = errors_table(group, scores, true.std(axis=0), last)
+    return Section("Predicted values", [table, *figures], _omitted(len(names)))
+
+
+def errors_table(
+    group: RunGroup, scores: Sequence[Sequence[ValueScore]], std: Iterable[float], last: str
+) -> Figure:
+    """The errors of each value.
+
+    Args:
+        group: The runs.
+        scores: The scores of each value, for each run.
+        std: Standard deviation of each value.
+        last: What it is the standard deviation of.
+    """
     rows: list[tuple[object, ...]] = [("value", "R\N{SUPERSCRIPT TWO}", "RMSE", "MAE", "std")]
-    for i, name in enumerate(names):
-        of_seeds = [score[i] for score in scores]
+    for name, deviation, *of_seeds in zip(group.class_names, std, *scores, strict=True):
         errors = (over_seeds(getattr(s, key) for s in of_seeds) for key in ("r2", "rmse", "mae"))
-        rows.append((name, *errors, f"{true[:, i].std():.4g}"))
+        rows.append((name, *errors, f"{deviation:.4g}"))
     caption = (
         f"Errors on held-out {group.task.unit}, in the units of each value. R\N{SUPERSCRIPT TWO} "
         "is the share of the variance that is explained. The last column is the standard deviation "
-        f"of the true values, which is the RMSE of predicting their mean.{spread(group)}"
+        f"{last}.{spread(group)}"
     )
-    table = Figure("Errors of each value", fragment("table", rows, "numbers lined"), caption, 3)
-    return Section("Predicted values", [table, *figures], _omitted(len(names)))
+    return Figure("Errors of each value", fragment("table", rows, "numbers lined"), caption, 3)
 
 
 def labels(group: RunGroup) -> Section:

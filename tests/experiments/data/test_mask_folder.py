@@ -87,7 +87,7 @@ def test_palette_indices_ignored_and_binary_values(tmp_path):
     palette = Image.fromarray(mask, mode="P")
     palette.putpalette(RNG.integers(0, 256, 768).tolist())
     palette.save(tmp_path / "masks" / "a.png")
-    with pytest.raises(ValueError, match=r"values 0, 1, 2, 255; if 255 marks .* --data.binary"):
+    with pytest.raises(ValueError, match=r"are 0, 1, 2, 255, .* if 255 marks .* --data.binary"):
         config_of(tmp_path).build()
     splits = config_of(tmp_path, ignore_index=255).build()
     assert splits.class_names == ("0", "1", "2")
@@ -134,7 +134,7 @@ def test_masks_are_checked_before_training(tmp_path):
     for name in "ab":
         add(tmp_path / "train", name)
     mask = add(tmp_path / "val", "c", np.full(SIZE, 2, np.uint8))
-    with pytest.raises(ValueError, match=r"test masks in .* have class 2, .* classes 0 to 1"):
+    with pytest.raises(ValueError, match=r"a test mask in .* has class 2, expected 0 to 1"):
         config_of(tmp_path).build()
     Image.fromarray(mask).save(tmp_path / "val" / "masks" / "c.png", format="JPEG")
     with pytest.raises(ValueError, match=r"c\.png is a JPEG file, whose compression changes pix"):
@@ -144,10 +144,24 @@ def test_masks_are_checked_before_training(tmp_path):
         config_of(tmp_path, class_names=("a", "b")).build()
 
 
+def test_negative_values_are_no_classes(tmp_path):
+    for name in "ab":
+        add(tmp_path, name)
+        (tmp_path / "masks" / f"{name}.png").unlink()
+        mask = np.full(SIZE, -1, np.int32)
+        mask[:3] = 1
+        Image.fromarray(mask).save(tmp_path / "masks" / f"{name}.tiff")
+    config = config_of(tmp_path, class_names=("dark", "bright"))
+    with pytest.raises(ValueError, match=r"\.tiff has class -1, expected 0 to 1"):
+        batch_of(config.build().train)
+    classes = batch_of(config_of(tmp_path, ignore_index=-1).build().train)[1]
+    assert classes[:, :4, 0].tolist() == [[1, 1, 1, -100]]
+
+
 def test_masks_of_one_class_are_refused(tmp_path):
     add(tmp_path, "a", np.zeros(SIZE, np.uint8))
     add(tmp_path, "b", np.zeros(SIZE, np.uint8))
-    with pytest.raises(ValueError, match=r"all pixels of the masks in .* are 0, expected two"):
+    with pytest.raises(ValueError, match=r"all positions of the masks in .* have class 0"):
         config_of(tmp_path).build()
 
 

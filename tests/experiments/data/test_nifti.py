@@ -53,8 +53,8 @@ def add(folder, name, size=SIZES[0], suffix=".nii.gz", **options):
         The volume and the mask, with canonical axes.
     """
     x = RNG.normal(size=size).astype(np.float32)
+    x.flat[0] = 2
     mask = (x > 0).astype(np.uint8) + (x > 1).astype(np.uint8)
-    mask.flat[0] = 2
     write(folder / "images" / f"{name}{suffix}", x, **options)
     write(folder / "masks" / f"{name}.nii.gz", mask, **options)
     return x, mask
@@ -270,7 +270,7 @@ def test_ignored_voxels_and_named_classes(tmp_path):
         write(tmp_path / "masks" / f"{name}.nii.gz", mask)
     with pytest.raises(ValueError, match=r"\.nii\.gz has a voxel with value -1, expected classes"):
         config_of(tmp_path).build()
-    with pytest.raises(ValueError, match=r"classes 0, 1, 2, 40, expected 0 to 3, or 41 names"):
+    with pytest.raises(ValueError, match=r"are 0, 1, 2, 40, expected 0 to 3, or 41 names"):
         config_of(tmp_path, ignore_index=-1).build()
     splits = config_of(tmp_path, ignore_index=-1, class_names=tuple(map(str, range(41)))).build()
     classes = batch_of(splits.train)[1]
@@ -278,6 +278,14 @@ def test_ignored_voxels_and_named_classes(tmp_path):
     assert (classes[:, 1] == 40).all()
     with pytest.raises(ValueError, match=r"\.nii\.gz has class 40, expected 0 to 2"):
         batch_of(config_of(tmp_path, ignore_index=-1, class_names=("a", "b", "c")).build().train)
+
+
+def test_classes_of_test_masks_are_checked_before_training(tmp_path):
+    for split in ("train", "val"):
+        _, mask = add(tmp_path / split, "a")
+    write(tmp_path / "val" / "masks" / "a.nii.gz", mask.astype(np.int16) + 1)
+    with pytest.raises(ValueError, match=r"a test mask in .* has class 3, expected 0 to 2"):
+        config_of(tmp_path).build()
 
 
 def test_windows_are_those_of_whole_volumes(folder):
@@ -452,10 +460,10 @@ def test_masks_of_one_class_are_refused(tmp_path):
     for name in NAMES:
         add(tmp_path, name)
         write(tmp_path / "masks" / f"{name}.nii.gz", np.zeros(SIZES[0], np.uint8))
-    with pytest.raises(ValueError, match=r"no voxel of the masks in .* has a class above 0"):
+    with pytest.raises(ValueError, match=r"all positions of the masks in .* have class 0"):
         config_of(tmp_path).build()
     write(tmp_path / "masks" / "b.nii.gz", np.full(SIZES[0], 255, np.uint8))
-    with pytest.raises(ValueError, match=r"if 255 marks voxels .*, pass --data\.ignore"):
+    with pytest.raises(ValueError, match=r"if 255 marks positions .*, pass --data\.ignore"):
         config_of(tmp_path, test_fraction=0.01).build()
 
 
@@ -558,7 +566,7 @@ def test_predictions_have_the_geometry_of_the_input(folder, tmp_path, capsys):
         canonical = nibabel.as_closest_canonical(written)
         maps[axes] = np.asarray(canonical.dataobj)
         counts = np.bincount(maps[axes].flat)
-        ml = abs(np.linalg.det(AFFINE)) / 1000
+        ml = abs(np.linalg.det(original.affine[:3, :3])) / 1000
         for name, count in enumerate(counts):
             if count:
                 assert f"{name} {count / 504:.1%} ({count * ml:.4g} ml)" in shown

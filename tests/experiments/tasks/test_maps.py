@@ -153,13 +153,17 @@ def test_signals_and_volumes_have_maps(tmp_path):
         (VALUES, {"target": "class_map"}, "y holds float64, expected integers"),
         (CLASSES.astype(str), {"target": "value_map"}, "y holds <U.*, expected numbers"),
         (CLASSES.astype(int) - 1, {}, r"y\[0, \d, \d\] is -1, expected classes from 0"),
-        (CLASSES * 0, {}, "all positions of y have class 0"),
-        ((CLASSES > 0) * np.uint8(255), {}, r"classes in y are 0, 255; .* save y // 255"),
-        (CLASSES * 0 + 255, {"ignore_index": 255}, "y has no position with a class"),
+        (CLASSES * 0, {}, r"a\.npz', where all positions of y have class 0"),
+        (
+            (CLASSES > 0) * np.uint8(255),
+            {},
+            "where the classes of y are 0, 255, .* save y // 255",
+        ),
+        (CLASSES * 0 + 255, {"ignore_index": 255}, "where no position of y has a class"),
         (VALUES, {"ignore_index": 2}, "as integers; it holds float64"),
         (CLASSES.astype(float), {"target": "class_map"}, r"expected integers .* y\.astype\(int\)"),
         (CLASSES[:, 0, 0], {"ignore_index": 2}, "data.ignore_index is 2, expected None"),
-        (CLASSES, {"class_names": ("a", "b")}, "positions of class 2, expected 0 to 1"),
+        (CLASSES, {"class_names": ("a", "b")}, "where y has class 2, expected 0 to 1"),
         (VALUES, {"class_names": ("a",)}, r"has 1 name \(a\), but y has 2 values"),
         (VALUES, {"class_names": ("a", "a")}, "contains 'a' more than once"),
         (with_unknown(VALUES, np.s_[:]), {}, "y holds only NaN"),
@@ -176,7 +180,7 @@ def test_training_and_test_maps_agree(tmp_path):
     with pytest.raises(ValueError, match="2 in y_train and 1 in y_test, expected the same"):
         build(save(tmp_path / "a.npz", **arrays))
     arrays |= {"y_train": np.minimum(CLASSES, 1), "y_test": CLASSES}
-    with pytest.raises(ValueError, match="y_test has positions of class 2, expected 0 to 1"):
+    with pytest.raises(ValueError, match="where y_test has class 2, expected 0 to 1"):
         build(save(tmp_path / "b.npz", **arrays))
     arrays |= {"y_train": CLASSES, "y_test": CLASSES * 0 + 255}
     with pytest.raises(ValueError, match="no position of the test examples has a class"):
