@@ -114,13 +114,14 @@ class LightNetAttention(AttentionLayer):
     Source: LightNet, arXiv:2405.21022, Eq. 13 to 15.
 
     Args:
-        dim: Width of the tokens, a multiple of num_heads.
+        dim: Width of the tokens, a multiple of num_heads unless head_dim is given.
         num_heads: Number of heads.
         axes: Number of axes of the grid.
         causal: Read only earlier tokens, in row-major order.
         lrpe: Rotate queries and keys by their position (MD-LRPE).
         norm: Norm of the output, before the gate.
         gate: Multiply the output by a sigmoid gate.
+        head_dim: Query, key and value channels per head. None for dim / num_heads.
     """
 
     mixer: LightNetMixer
@@ -135,9 +136,12 @@ class LightNetAttention(AttentionLayer):
         lrpe: bool = True,
         norm: NormName = "layer",
         gate: bool = True,
+        head_dim: int | None = None,
     ) -> None:
         config = LightNetMixerConfig(
             num_heads=num_heads,
+            key_width=head_dim,
+            value_width=head_dim,
             direction="forward" if causal else "both",
             lrpe=lrpe,
             norm=norm,
@@ -159,7 +163,7 @@ class LionAttention(AttentionLayer):
     Source: LION, arXiv:2502.16249, Sec. 3.1 and 3.2.
 
     Args:
-        dim: Width of the tokens, a multiple of num_heads.
+        dim: Width of the tokens, a multiple of num_heads unless head_dim is given.
         num_heads: Number of heads.
         axes: Number of axes of the grid.
         causal: Read only earlier tokens, in row-major order.
@@ -167,6 +171,7 @@ class LionAttention(AttentionLayer):
             `onescan.layers.decays.DECAYS`.
         scan: "flat" decays along the row-major order; "natural" averages one scan along each axis
             and requires causal=False.
+        head_dim: Query, key and value channels per head. None for dim / num_heads.
     """
 
     def __init__(
@@ -178,12 +183,15 @@ class LionAttention(AttentionLayer):
         causal: bool = False,
         decay: str = "selective",
         scan: ScanName = "flat",
+        head_dim: int | None = None,
     ) -> None:
         check_choice("decay", decay, DECAYS)
         if causal and scan == "natural":
             raise ValueError("scan is 'natural' with causal=True, expected 'flat'")
         config = LionMixerConfig(
             num_heads=num_heads,
+            key_width=head_dim,
+            value_width=head_dim,
             direction="forward" if causal else "both",
             decay=DECAYS[decay](),
             scan=scan,
@@ -210,13 +218,14 @@ class DeltaAttention(AttentionLayer):
     both directions, LION, arXiv:2502.16249, App. B.7.
 
     Args:
-        dim: Width of the tokens, a multiple of num_heads.
+        dim: Width of the tokens, a multiple of num_heads unless head_dim is given.
         num_heads: Number of heads.
         axes: Number of axes of the grid, which is read in row-major order.
         causal: Read only earlier tokens.
         norm: Norm of the output.
         decay: Decay of the memory: "none", "gated_deltanet", "kda", or another name in
             `onescan.layers.decays.DECAYS` of a decay that does not change keys.
+        head_dim: Query, key and value channels per head. None for dim / num_heads.
     """
 
     def __init__(
@@ -228,10 +237,13 @@ class DeltaAttention(AttentionLayer):
         causal: bool = False,
         norm: NormName = "rms",
         decay: str = "none",
+        head_dim: int | None = None,
     ) -> None:
         check_choice("decay", decay, DECAYS)
         config = DeltaRuleMixerConfig(
             num_heads=num_heads,
+            key_width=head_dim,
+            value_width=head_dim,
             direction="forward" if causal else "both",
             norm=norm,
             decay=DECAYS[decay](),

@@ -1,233 +1,281 @@
 """Replace the softmax attention of encoders of PyTorch, transformers and timm."""
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_shapes
-from onescan.layers.mixers.projections import (
-    ProjectionWeights,
-    copy_projection,
-    projection_weights,
-)
+from onescan.layers.mixers.projections import copy_projection, projection_weights
+from onescan.messages import named_type
 from onescan.nn.arguments import bool_mask
 from onescan.nn.attention import AttentionLayer
 from onescan.nn.multihead import MultiheadAttention, build_attention
+from onescan.nn.softmax_parts import (
+    RELATIVE,
+    AttentionParts,
+    Call,
+    attention_parts,
+    computes_relative_bias,
+    computes_windows,
+    is_position_argument,
+)
 
-# class name -> projections of queries, keys and values; projection of the output, if it has one
-_PROJECTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "BertSelfAttention": (("query", "key", "value"), None),  # transformers
-    "ViTSelfAttention": (("query", "key", "value"), None),  # earlier versions of transformers
-    "ViTAttention": (("q_proj", "k_proj", "v_proj"), "o_proj"),  # transformers
-    "Attention": (("qkv",), "proj"),  # timm
-}
-
-# names of the layers that project queries, keys and values in other attention modules
-_PREFIX, _SUFFIX = r"(?:to_|w_?|lin(?:ear)?_)?", r"(?:_?(?:proj|lin|linear|layer|w))?(?:_?\d)?"
-_ROLES = {
-    role: re.compile(f"{_PREFIX}(?:{names}){_SUFFIX}", re.IGNORECASE)
-    for role, names in {
-        "q": "q|query|queries",
-        "k": "k|key|keys",
-        "v": "v|value|values",
-        "kv": "kv|key_value",
-        "qkv": "qkv|query_key_value|c_attn|in_proj_qkv",
-    }.items()
-}
+MASKS = ("attention_mask", "attn_mask", "mask")
+# caches of decoders, the other tokens of cross-attention, and offsets of packed sequences
+UNSUPPORTED = (
+    "cache", "past_key_values", "past_key_value", "layer_past", "key_value_states",
+    "encoder_hidden_states", "context", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
+# arguments that do not change the output, or only attention weights, which do not exist
+IGNORED = re.compile(
+    r"output_attentions|use_cache|deterministic|position_ids|cache_position|is_causal"
+)
 _SHOWN = 3  # modules in an error message
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """How attention was replaced: the arguments of `replace_attention`."""
+
+    kind: str = "lightnet"
+    shape: tuple[int, ...] | None = None
+    prefix: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 class SelfAttention(nn.Module):
-    """A layer with the interface of the attention modules of transformers and timm."""
+    """Linear attention with the interface of the attention module that it replaced."""
 
     def __init__(
         self,
         attention: AttentionLayer,
-        shape: tuple[int, ...] | None,
-        prefix: int,
+        call: Call,
         *,
-        returns_weights: bool,
-        dropout: nn.Module,
+        shape: tuple[int, ...] | None = None,
+        prefix: int = 0,
+        losses: tuple[str, ...] = (),
+        dropout: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention = attention
+        self.call = call
         self.shape, self.prefix = shape, prefix
-        self.returns_weights = returns_weights
-        self.dropout = dropout
+        self.losses = losses
+        self.dropout = nn.Identity() if dropout is None else dropout
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: Any,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the output ``[B, T, dim]``, for transformers in a pair with None as weights.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the original module returned, with None for attention weights.
 
         Args:
-            hidden_states: Tokens ``[B, T, dim]``.
-            attention_mask: Mask of padding, ``[B, T]`` or ``[B, 1, T or 1, T]``: True or 0.0 for
-                real tokens, or an integer mask ``[B, T]`` with 1 for real tokens.
-            args: Arguments that encoders pass as None or False.
-            attn_mask: timm's name of attention_mask.
-            is_causal: Must be False.
-            kwargs: Further options of transformers, which are ignored; caches must be None.
+            args: Positional arguments of the original module: first the tokens ``[B, T, dim]``.
+                A mask is one of padding, ``[B, T]`` or ``[B, 1, T or 1, T]``: True or 0.0 for real
+                tokens, or an integer mask ``[B, T]`` with 1 for real tokens. Layers with
+                causal=True also take the causal mask. Positions and relative biases are ignored.
+            kwargs: Its keyword arguments, and others of transformers.
 
         Raises:
-            ValueError: If the mask is not one of padding, or a cache is given.
+            ValueError: If the mask is another one, or the call is that of a decoder, of
+                cross-attention, or of packed sequences.
         """
-        cache = [kwargs.get(name) for name in ("cache", "past_key_values", "past_key_value")]
-        if is_causal or any(x is not None and x is not False for x in (*args, *cache)):
-            raise ValueError(
-                "is_causal or a cache was given to a replaced attention, expected an encoder's call"
-            )
-        mask = attention_mask if attn_mask is None else attn_mask
-        padding = None if mask is None else _padding(mask, hidden_states)
-        o = self.attention(hidden_states, self.shape, key_padding_mask=padding, prefix=self.prefix)
+        given = dict(zip(self.call.parameters, args, strict=False)) | kwargs
+        x = given.pop(self.call.parameters[0])
+        mask = next((m for name in MASKS if (m := given.pop(name, None)) is not None), None)
+        self._check(given)
+        padding = None if mask is None else self._padding(mask, x)
+        o = self.attention(x, self.shape, key_padding_mask=padding, prefix=self.prefix)
         o = self.dropout(o)
-        return (o, None) if self.returns_weights else o
+        if self.call.outputs is None:
+            return o
+        return (o, *[None] * (self.call.outputs - 1))
 
-
-def _padding(mask: Tensor, x: Tensor) -> Tensor:
-    """Return the padding [B, T] of a mask of transformers or timm, True for padding."""
-    padding = bool_mask("attention_mask", mask) if mask.is_floating_point() else mask == 0
-    if padding.ndim >= x.ndim:
-        rows = padding.flatten(1, -2)  # of all heads and queries
-        if can_look_at_values(rows) and bool((rows != rows[:, :1]).any()):
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if an argument would change the output of the original module."""
+        if given.get("is_causal") and not self.attention.causal:
             raise ValueError(
-                f"attention_mask of shape {tuple(mask.shape)} differs between queries or heads, "
-                "expected a mask of padding only"
+                "is_causal is True, but the attention was replaced by bidirectional attention; "
+                "replace that of this part of the model with causal=True"
             )
-        padding = rows[:, 0]
-    padding = padding.expand(x.shape[0], -1)
-    check_shapes(hidden_states=(x, "B T D"), attention_mask=(padding, "B T"))
-    return padding
+        for name, value in given.items():
+            is_ignored = IGNORED.fullmatch(name) or is_position_argument(name)
+            is_read = name in UNSUPPORTED or (
+                name in self.call.parameters and torch.is_tensor(value)
+            )
+            if is_read and not is_ignored and value is not None and value is not False:
+                raise ValueError(
+                    f"{name} was given, but linear attention in place of softmax attention does "
+                    "not support it"
+                )
 
+    def _padding(self, mask: Tensor, x: Tensor) -> Tensor:
+        """Return the padding [B, T] of a mask of transformers or timm, True for padding."""
+        if not mask.is_floating_point():
+            masked = mask == 0
+        elif RELATIVE in self.losses:  # the bias is added to the mask
+            masked = mask <= torch.finfo(mask.dtype).min
+        else:
+            masked = bool_mask("attention_mask", mask)
+        if masked.ndim >= x.ndim:
+            rows = masked.flatten(1, -3) if masked.ndim > x.ndim else masked.unsqueeze(1)
+            masked = rows.all(dim=(1, 2))  # B T; a real token reads itself
+            if not computes_windows(self.losses) and can_look_at_values(rows):
+                self._check_rows(rows, masked, mask.shape)
+        padding = masked.expand(x.shape[0], -1)
+        check_shapes(hidden_states=(x, "B T D"), attention_mask=(padding, "B T"))
+        return padding
 
-@dataclass(frozen=True)
-class _Source:
-    """The parts of an attention module that its replacement needs."""
-
-    weight: Tensor  # 3 dim, dim
-    bias: Tensor | None
-    num_heads: int
-    out_proj: nn.Module
-
-
-def _source(name: str, module: nn.Module) -> _Source | None:
-    """Return the parts of a supported attention module, None for any other module.
-
-    Raises:
-        ValueError: If the module has an option that linear attention lacks.
-    """
-    if isinstance(module, nn.MultiheadAttention):
-        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+    def _check_rows(self, rows: Tensor, padding: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if real queries do not all read the same tokens, or earlier ones."""
+        queries, keys = rows.shape[-2:]
+        expected = padding[:, None, None]
+        if self.attention.causal and queries == keys:
+            expected = expected | rows.new_ones(queries, keys).triu(1)
+        differs = (rows != expected).any(dim=-1)  # B heads queries
+        if queries == keys:
+            differs = differs & ~padding[:, None]
+        if bool(differs.any()):
+            kind = "causal mask" if self.attention.causal else "mask of padding only"
+            hint = (
+                ""
+                if self.attention.causal
+                else (
+                    "; if the mask is causal, replace the attention of this part of the model with "
+                    "causal=True"
+                )
+            )
             raise ValueError(
-                f"{name} has kdim, vdim, add_bias_kv or add_zero_attn, expected none of them"
+                f"attention_mask of shape {tuple(shape)} differs between queries or heads, "
+                f"expected a {kind}{hint}"
             )
-        return _Source(
-            module.in_proj_weight, module.in_proj_bias, module.num_heads, module.out_proj
-        )
-    names, out = _PROJECTIONS.get(type(module).__name__, ((), None))
-    projections = [getattr(module, each, None) for each in names]
-    heads = getattr(module, "num_attention_heads", getattr(module, "num_heads", None))
-    out_proj = nn.Identity() if out is None else getattr(module, out, None)
-    linear = [each for each in projections if isinstance(each, nn.Linear)]
-    if not names or len(linear) < len(names) or heads is None or out_proj is None:
-        return None
-    if getattr(module, "is_decoder", False) or getattr(module, "is_causal", False):
-        raise ValueError(f"{name} is causal, expected an encoder's attention")
-    weight = torch.cat([each.weight for each in linear])
-    dim = linear[0].in_features
-    if weight.shape[0] != 3 * dim:
-        raise ValueError(f"{name} projects {dim} channels to {weight.shape[0]}, expected {3 * dim}")
-    biases: list[Tensor] = [each.bias for each in linear if each.bias is not None]
-    return _Source(weight, torch.cat(biases) if biases else None, heads, out_proj)
 
 
 @torch.no_grad()
-def _copy_weights(source: _Source, layer: AttentionLayer) -> None:
+def _copy_weights(parts: AttentionParts, layer: AttentionLayer) -> None:
     """Copy the projections of queries, keys and values, and use the source's output projection."""
     mixer: Any = layer.mixer
-    if source.bias is not None and mixer.in_proj.bias is None:
+    has_bias = any(source.bias is not None for source in parts.projections.values())
+    if has_bias and mixer.in_proj.bias is None:
         bias = mixer.in_proj.weight.new_zeros(mixer.in_proj.out_features)
         mixer.in_proj.bias = nn.Parameter(bias)
-    parts = zip(("query", "key", "value"), source.weight.chunk(3), strict=True)
-    biases = [None] * 3 if source.bias is None else source.bias.chunk(3)
-    for (role, weight), bias in zip(parts, biases, strict=True):
+    for role, source in parts.projections.items():
         projection = mixer.projections.get(role)
-        if projection is None:
-            continue
-        heads = 1 if role == "value" else source.num_heads
-        theirs, ours = ProjectionWeights(weight, bias, heads), projection_weights(mixer, projection)
-        if ours.corresponds_to(theirs):
-            copy_projection(theirs, ours)
-    mixer.out_proj = source.out_proj
+        if projection is not None:
+            target = projection_weights(mixer, projection)
+            if target.corresponds_to(source):
+                copy_projection(source, target)
+    mixer.out_proj = parts.out_proj
 
 
-def _replacement(
-    name: str,
-    module: nn.Module,
-    kind: str,
-    shape: tuple[int, ...] | None,
-    prefix: int,
-    options: dict[str, Any],
-) -> nn.Module | None:
-    """Build the replacement of a module, None for modules that are no supported attention."""
-    source = _source(name, module)
-    if source is None:
-        return None
-    layer = build_attention(kind, source.weight.shape[1], source.num_heads, shape, options)
-    layer.to(source.weight.device, source.weight.dtype)
-    _copy_weights(source, layer)
+def _build(
+    module: nn.Module, parts: AttentionParts, arguments: Replacement, losses: tuple[str, ...]
+) -> nn.Module:
+    """Build the replacement of an attention module with these parts."""
+    options, shape, prefix = arguments.options, arguments.shape, arguments.prefix
+    if parts.num_heads * parts.head_dim != parts.dim:
+        options = {"head_dim": parts.head_dim, **options}
+    layer = build_attention(arguments.kind, parts.dim, parts.num_heads, shape, options)
+    weight = parts.projections["query"].weight
+    layer.to(weight.device, weight.dtype)
+    _copy_weights(parts, layer)
     new: nn.Module
-    if isinstance(module, nn.MultiheadAttention):
+    if parts.call is None:
+        assert isinstance(module, nn.MultiheadAttention)
         new = MultiheadAttention(
-            layer.dim, source.num_heads, batch_first=module.batch_first,
+            layer.dim, parts.num_heads, batch_first=module.batch_first,
             attention=layer, shape=shape, prefix=prefix,
         )  # fmt: skip
     else:
-        timm = type(module).__name__ == "Attention"
-        dropout = getattr(module, "proj_drop", None) if timm else None
         new = SelfAttention(
-            layer, shape, prefix, returns_weights=not timm, dropout=dropout or nn.Identity()
-        )
+            layer, parts.call, shape=shape, prefix=prefix, dropout=parts.dropout,
+            losses=tuple(dict.fromkeys((*parts.losses, *losses))),
+        )  # fmt: skip
     return new.train(module.training)
 
 
-def _projects_queries_keys_and_values(module: nn.Module) -> bool:
-    """Return whether a module has layers with the names of an attention's projections."""
-    layers = [name for name, _ in module.named_children()]
-    roles = {r for r, name in _ROLES.items() if any(name.fullmatch(each) for each in layers)}
-    return "qkv" in roles or {"q", "kv"} <= roles or {"q", "k", "v"} <= roles
-
-
-def _check_nothing_is_left(model: nn.Module, replaced: Collection[str]) -> None:
-    """Raise ValueError if another module of the model has queries, keys and values."""
-    done = [f"{name}." for name in replaced]
-    done += [f"{name}." for name, x in model.named_modules() if name and _is_ours(x)]
-    left = [
-        (name, type(module).__name__)
-        for name, module in model.named_modules()
-        if _projects_queries_keys_and_values(module) and not f"{name}.".startswith(tuple(done))
-    ]
-    if left:
-        some = ", ".join(f"{name} ({kind})" for name, kind in left[:_SHOWN])
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-        raise ValueError(
-            f"model has attention that cannot be replaced: {some}{more}; expected only modules "
-            f"of the classes MultiheadAttention, {', '.join(_PROJECTIONS)}"
-        )
-
-
-def _is_ours(module: nn.Module) -> bool:
+def is_replacement(module: nn.Module) -> bool:
+    """Return whether a module is linear attention of `onescan.nn`."""
     return isinstance(module, AttentionLayer | SelfAttention | MultiheadAttention)
+
+
+def _is_in(name: str, folders: Collection[str]) -> bool:
+    return f"{name}.".startswith(tuple(f"{folder}." for folder in folders))
+
+
+def find_attention(
+    model: nn.Module, exclude: Collection[str], *, causal: bool
+) -> dict[str, AttentionParts]:
+    """Return the parts of all softmax attention modules of a model, by name.
+
+    Raises:
+        ValueError: If there is none, or one that cannot be replaced, or if an excluded name does
+            not exist.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in exclude:
+        if name not in modules or not name:
+            raise ValueError(f"exclude contains {name!r}, but the model has no module of this name")
+    found: dict[str, AttentionParts] = {}
+    left: list[str] = []
+    skipped = [*exclude]
+    for name, module in modules.items():
+        if _is_in(name, skipped):
+            continue
+        if is_replacement(module):
+            skipped.append(name)
+            continue
+        try:
+            parts = attention_parts(module)
+            if parts is not None and getattr(module, "is_causal", False) and not causal:
+                raise ValueError("is causal; replace it with causal=True")
+            parent = modules[name.rpartition(".")[0]]  # divides tokens into windows
+            sizes = [getattr(each, "window_size", None) for each in (module, parent)]
+            if parts is not None and any(sizes):
+                raise ValueError("attends within windows, which linear attention does not need")
+        except ValueError as error:
+            left.append(f"{name or 'the model itself'} ({type(module).__name__}) {error}")
+            continue
+        if parts is not None:
+            if not name:
+                raise ValueError(
+                    f"model is itself an attention layer, {named_type(module)}, expected a model "
+                    "that contains such layers; build a onescan.nn.MultiheadAttention or wrap the "
+                    "layer in an nn.ModuleList"
+                )
+            found[name] = parts
+    if left:
+        more = f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        raise ValueError(
+            f"model has attention that cannot be replaced: {'; '.join(left[:_SHOWN])}{more}. To "
+            "keep it, pass its name in exclude"
+        )
+    if not found:
+        raise ValueError(
+            f"model is {named_type(model)} without softmax attention to replace, expected modules "
+            "with linear layers for queries, keys and values"
+        )
+    return found
+
+
+def _losses_of_model(model: nn.Module, found: Mapping[str, AttentionParts]) -> tuple[str, ...]:
+    """Return what other modules of the model add to attention: relative position biases."""
+    names = (name for name, _ in model.named_modules() if not _is_in(name, found))
+    is_biased = any(computes_relative_bias(name.rpartition(".")[2]) for name in names)
+    return (RELATIVE,) if is_biased else ()
+
+
+def _warn_of_losses(found: Mapping[str, AttentionParts], losses: tuple[str, ...]) -> None:
+    """Warn about what the attention of a model computed and its replacement does not."""
+    lost = dict.fromkeys((*losses, *(loss for parts in found.values() for loss in parts.losses)))
+    if lost:
+        warnings.warn(
+            f"the linear attention that replaces {len(found)} modules does not compute "
+            f"{', '.join(lost)}",
+            stacklevel=4,
+        )
 
 
 def replace_attention(
@@ -236,21 +284,27 @@ def replace_attention(
     *,
     shape: tuple[int, ...] | None = None,
     prefix: int = 0,
+    exclude: Collection[str] = (),
     **options: Any,
 ) -> list[str]:
     """Replace the softmax attention of an encoder by linear attention, in place.
 
-    Supported are `torch.nn.MultiheadAttention`, ``BertSelfAttention``, ``ViTAttention`` and
-    ``ViTSelfAttention`` of transformers, and ``Attention`` of timm. Decoders are not supported; of
-    an `nn.Transformer`, pass the encoder: ``replace_attention(model.encoder)``.
+    Attention is recognized by its structure: a module with linear layers for queries, keys and
+    values, separate or merged, as in nearly all encoders of PyTorch, transformers and timm.
+    Decoders are not supported; of an encoder-decoder, pass the encoder:
+    ``replace_attention(model.encoder)``.
 
-    The projections of queries, keys, values and outputs are copied, with their biases. Decays,
-    gates, the norm of the output and rotary frequencies are new, and dropout of attention weights
-    and norms of queries and keys are removed. The model therefore computes something else and
-    needs training. The keys of a decay that computes them by itself, such as HGRN2's, are new.
+    The projections of queries, keys, values and outputs are copied, with their biases; grouped keys
+    and values are repeated for each head. Decays, gates, the norm of the output and rotary
+    frequencies are new. The model therefore computes something else and needs training, such as
+    that of `onescan.linearize`. The keys of a decay that computes them by itself, such as HGRN2's,
+    are new. Dropout of attention weights is removed. A warning names whatever else the model
+    computed and its replacement does not: rotary positions, relative position biases, norms of
+    queries and keys, or windows.
 
-    To load the weights of such a model, build it, call this function and then
-    ``load_state_dict``.
+    `save_linearized` and `load_linearized` of `onescan.integrations.transformers` save and load
+    such a model of transformers. For other models, build the model, call this function with the
+    same arguments and then ``load_state_dict``.
 
     Args:
         model: Model with attention modules.
@@ -258,54 +312,60 @@ def replace_attention(
         shape: Size of each axis of the tokens' grid, without the prefix, such as ``(14, 14)`` for
             224 x 224 images in patches of 16. None treats the tokens as a sequence.
         prefix: Number of tokens before the grid, such as 1 for ViT's class token.
-        options: Options of the layer, such as ``decay="fixed"``.
+        exclude: Names of modules to leave as they are, with everything in them.
+        options: Options of the layer, such as ``decay="fixed"``, or ``causal=True`` for an encoder
+            with a causal mask, such as CLIP's for text.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        ValueError: If the model has no supported attention, one with an option that linear
-            attention lacks, or another module that projects queries, keys and values, or if it
-            contains an `nn.TransformerDecoderLayer`. The model is then unchanged.
+        ValueError: If the model has no softmax attention, or some that cannot be replaced and is
+            not excluded: part of a decoder, within windows, or with unknown layers. The model is
+            then unchanged.
 
     >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> replace_attention(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     ['layers.0.self_attn', 'layers.1.self_attn']
     """
+    arguments = Replacement(kind=kind, shape=shape, prefix=prefix, options=options)
+    new = build_replacements(model, arguments, exclude=exclude)
+    install_replacements(model, new)
+    return list(new)
+
+
+def build_replacements(
+    model: nn.Module, arguments: "Replacement", *, exclude: Collection[str] = ()
+) -> dict[str, nn.Module]:
+    """Build the replacements of all softmax attention modules of a model, by name.
+
+    The model stays unchanged, and shares the output projections. See `replace_attention`.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerDecoderLayer):
+        if isinstance(module, nn.TransformerDecoderLayer) and not _is_in(name, exclude):
             what = f"has a decoder layer, {name!r}" if name else "is a decoder layer"
             raise ValueError(
                 f"model {what}, expected an encoder: linear attention does not support the masks "
                 "of decoders; pass the encoder by itself, such as model.encoder"
             )
-    new: dict[nn.Module, nn.Module] = {}
-    names = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not name:
-            continue
-        if module not in new:
-            replacement = _replacement(name, module, kind, shape, prefix, options)
-            if replacement is None:
-                continue
-            new[module] = replacement
-        names.append((name, new[module]))
-    if names or _source("model", model) is None:
-        _check_nothing_is_left(model, [name for name, _ in names])
-    if not names and _source("model", model) is not None:
-        raise ValueError(
-            f"model is itself an attention layer, a {type(model).__name__}, expected a model that "
-            "contains such layers; build a onescan.nn.MultiheadAttention or wrap the layer in an "
-            "nn.ModuleList"
-        )
-    if not names:
-        raise ValueError(
-            f"model is a {type(model).__name__} without attention to replace, expected modules "
-            f"of the classes MultiheadAttention, {', '.join(_PROJECTIONS)}"
-        )
-    for name, replacement in names:
-        model.set_submodule(name, replacement)
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # chosen for softmax attention at construction
-    return [name for name, _ in names]
+    causal = bool(arguments.options.get("causal", False))
+    found = find_attention(model, exclude, causal=causal)
+    losses = _losses_of_model(model, found)
+    built: dict[nn.Module, nn.Module] = {}
+    new = {}
+    for name, parts in found.items():
+        module = model.get_submodule(name)
+        if module not in built:
+            built[module] = _build(module, parts, arguments, losses)
+        new[name] = built[module]
+    _warn_of_losses(found, losses)
+    return new
+
+
+def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
+    """Replace modules of a model by others."""
+    for name, module in new.items():
+        model.set_submodule(name, module)
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # chosen for softmax attention at construction

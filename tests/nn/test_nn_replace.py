@@ -1,5 +1,7 @@
 """Linear attention in encoders of PyTorch, transformers and timm."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -148,10 +150,10 @@ def test_replaced_layers_keep_the_projections(kind, bias):
 
 
 def test_models_without_supported_attention_are_unchanged():
-    with pytest.raises(ValueError, match="model is a Linear without attention"):
+    with pytest.raises(ValueError, match="model is a Linear without softmax attention"):
         replace_attention(nn.Linear(2, 2))
     model = nn.ModuleList([encoder_layer(), nn.MultiheadAttention(DIM, HEADS, kdim=8)])
-    with pytest.raises(ValueError, match=r"^1 has kdim"):
+    with pytest.raises(ValueError, match=r"1 \(MultiheadAttention\) has kdim"):
         replace_attention(model)
     assert isinstance(model[0].self_attn, nn.MultiheadAttention)
 
@@ -203,7 +205,9 @@ def test_bert_respects_padding(kind, implementation):
 def test_decoders_of_bert_are_refused():
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel(transformers.BertConfig(vocab_size=11, is_decoder=True, **SIZES))
-    with pytest.raises(ValueError, match=r"encoder\.layer\.0\.attention\.self is causal"):
+    with pytest.raises(
+        ValueError, match=r"encoder\.layer\.0\.attention\.self .* is part of a decoder"
+    ):
         replace_attention(model)
 
 
@@ -223,23 +227,39 @@ def test_vit_is_replaced(kind, grid):
 
 
 class Attention(nn.Module):
-    """Stand-in for timm's module, with its attributes."""
+    """Stand-in for timm's module, with its parts and the signature of its forward."""
 
-    def __init__(self):
+    def __init__(self, gated=False, norm=False):
         super().__init__()
         self.num_heads = HEADS
         self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.attn_drop = nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(DIM) if norm else nn.Identity()
+        self.gate = nn.Linear(DIM, DIM) if gated else None
         self.proj = nn.Linear(DIM, DIM)
         self.proj_drop = nn.Dropout(0.0)
 
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return self.proj_drop(self.proj(self.qkv(x)[..., :DIM]))
 
-class ViTSelfAttention(nn.Module):
-    """Stand-in for the module of earlier versions of transformers."""
 
-    def __init__(self):
+class Separate(nn.Module):
+    """Attention with separate projections, which takes any layers in addition."""
+
+    def __init__(self, heads=HEADS, groups=HEADS, **layers):
         super().__init__()
-        self.num_attention_heads = HEADS
-        self.query, self.key, self.value = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.n_heads = heads
+        self.q_proj = nn.Linear(DIM, DIM)
+        self.k_proj, self.v_proj = (nn.Linear(DIM, DIM // heads * groups) for _ in range(2))
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(
+        self, hidden_states, mask=None, head_mask=None, cache=None, output_attentions=False
+    ):
+        outputs = (hidden_states, mask) if output_attentions else (hidden_states,)
+        return outputs  # noqa: RET504 - a name, as in earlier versions of transformers
 
 
 def test_attention_of_timm_is_replaced():
@@ -257,65 +277,170 @@ def test_attention_of_timm_is_replaced():
         new(x, is_causal=True)
 
 
-def test_earlier_vit_attention_is_replaced():
-    model = nn.ModuleDict({"attention": ViTSelfAttention()})
+def test_a_norm_before_the_output_projection_is_kept():
+    model = nn.ModuleDict({"attn": Attention(norm=True)})
+    norm, proj = model["attn"].norm, model["attn"].proj
     replace_attention(model)
-    o, weights = model["attention"](tokens(7), None, False)
+    assert list(model["attn"].attention.mixer.out_proj) == [norm, proj]
+
+
+def test_separate_biases_are_copied():
+    attention = Attention()
+    attention.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
+    attention.q_bias, attention.v_bias = (nn.Parameter(torch.randn(DIM)) for _ in range(2))
+    model = nn.ModuleDict({"attn": attention})
+    replace_attention(model)
+    bias = model["attn"].attention.mixer.in_proj.bias[: 3 * DIM]
+    assert torch.equal(bias, torch.cat([attention.q_bias, torch.zeros(DIM), attention.v_bias]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (6, 2), (6, 3)])
+def test_grouped_keys_and_values_are_repeated(kind, heads, groups):
+    source = Separate(heads, groups)
+    model = nn.ModuleDict({"attn": source})
+    replace_attention(model, kind)
+    x = tokens(5)
+    mixer = model["attn"].attention.mixer
+    q, k, v = mixer.in_proj(x).split(mixer.in_widths, dim=-1)[:3]
+    torch.testing.assert_close(q, source.q_proj(x))
+    for ours, layer in ((k, source.k_proj), (v, source.v_proj)):
+        grouped = layer(x).unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=2)
+        torch.testing.assert_close(ours, grouped.flatten(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_need_not_divide_the_width(kind):
+    attention = Separate(heads=5, out_proj=nn.Linear(15, DIM))
+    attention.q_proj, attention.k_proj, attention.v_proj = (nn.Linear(DIM, 15) for _ in range(3))
+    model = nn.ModuleDict({"attn": attention})
+    replace_attention(model, kind)
+    (o,) = model["attn"](tokens(7))
     assert o.shape == (2, 7, DIM)
-    assert weights is None
 
 
-def encoder_with(attention):
-    """A model with one attention that is supported and another one."""
-    return nn.ModuleDict({"supported": encoder_layer(), "other": attention})
+def test_the_length_of_returned_tuples_is_that_without_weights():
+    model = nn.ModuleDict({"attn": Separate()})
+    replace_attention(model)
+    x = tokens(7)
+    (o,) = model["attn"](x, output_attentions=True)
+    assert torch.equal(o, model["attn"].attention(x))
 
 
-LAYERS = {
+def test_calls_that_would_be_ignored_are_refused():
+    model = nn.ModuleDict({"attn": Separate()})
+    replace_attention(model)
+    x = tokens(7)
+    for name in ("cache", "head_mask", "past_key_values", "key_value_states", "cu_seq_lens_q"):
+        with pytest.raises(ValueError, match=f"{name} was given"):
+            model["attn"](x, **{name: torch.ones(2)})
+    model["attn"](x, cache=None, past_key_values=None, output_attentions=False, training=True)
+    with pytest.raises(ValueError, match="replace that of this part of the model with causal=True"):
+        model["attn"](x, is_causal=True)
+    with pytest.raises(ValueError, match="has values other than 0 and -inf"):
+        model["attn"](x, mask=torch.randn(2, 1, 7, 7))
+    causal = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"differs between queries.*causal=True"):
+        model["attn"](x, mask=causal)
+
+
+def test_causal_attention_takes_the_causal_mask_with_padding():
+    model = nn.ModuleDict({"attn": Separate()})
+    replace_attention(model, causal=True)
+    x, real = tokens(7), ~padding()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril() & real[:, None, None]
+    (o,) = model["attn"](x, mask=mask, is_causal=True)
+    torch.testing.assert_close(o[:, :5], model["attn"](x[:, :5])[0])
+    with pytest.raises(ValueError, match="expected a causal mask"):
+        model["attn"](x, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+
+
+REFUSED = {
+    "also has the unknown layer gate": Attention(gated=True),
+    "also has the unknown layer LayerNorm": Separate(LayerNorm=nn.LayerNorm(DIM)),
+    "also has the unknown parameter gamma": Separate(gamma=nn.Parameter(torch.ones(DIM))),
+    "attends within windows": Separate(window_size=7),
+    "is part of a decoder": Separate(is_decoder=True),
+    "is causal; replace it with causal=True": Separate(is_causal=True),
+    "as cross-attention does": Separate(k_proj=nn.Linear(8, DIM), v_proj=nn.Linear(8, DIM)),
+    "an nn.Linear is expected": Separate(q_proj=nn.Conv1d(DIM, DIM, 1)),
+    "has no number of heads": Separate(n_heads=None),
+    "which 5 heads do not divide": Separate(n_heads=5),
+    "of equal groups": Separate(heads=6, groups=4),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_attention_that_cannot_be_replaced_is_an_error(reason):
+    model = nn.ModuleDict({"supported": encoder_layer(), "other": REFUSED[reason]})
+    before = dict(model.named_modules())
+    with pytest.raises(
+        ValueError, match=rf"other \(\w+\) .*{re.escape(reason)}.*pass its name in exclude"
+    ):
+        replace_attention(model)
+    assert dict(model.named_modules()) == before
+    assert replace_attention(model, exclude=["other"]) == ["supported.self_attn"]
+
+
+NAMES = {
     "transformers": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "bert": ("query", "key", "value"),
     "t5": ("q", "k", "v", "o"),
     "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),
-    "deberta": ("query_proj", "key_proj", "value_proj"),
-    "conformer": ("linear_q", "linear_k", "linear_v"),
+    "conformer": ("linear_q", "linear_k", "linear_v", "linear_out"),
     "diffusers": ("to_q", "to_k", "to_v"),
     "llama.c": ("wq", "wk", "wv", "wo"),
     "timm": ("qkv", "proj"),
-    "timm cross-attention": ("q", "kv"),
     "modernbert": ("Wqkv", "Wo"),
-    "gpt2": ("c_attn", "c_proj"),
     "phi3": ("qkv_proj", "o_proj"),
 }
 
 
-@pytest.mark.parametrize("names", LAYERS.values(), ids=LAYERS)
-def test_attention_that_would_be_left_is_an_error(names):
-    model = encoder_with(nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in names}))
-    before = dict(model.named_modules())
-    with pytest.raises(ValueError, match=r"cannot be replaced: other \(ModuleDict\); expected"):
+class AnyNames(nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        self.heads = HEADS
+        for name in names:
+            setattr(self, name, nn.Linear(DIM, 3 * DIM if "qkv" in name else DIM))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_layers_are_recognized_by_their_names(names):
+    model = nn.ModuleDict({"attn": AnyNames(*names)})
+    projected = [getattr(model["attn"], name).weight for name in names]
+    out = getattr(model["attn"], names[-1])
+    assert replace_attention(model) == ["attn"]
+    mixer = model["attn"].attention.mixer
+    has_out = len(names) % 2 == 0
+    weights = torch.cat(projected[:-1] if has_out else projected)
+    assert torch.equal(mixer.in_proj.weight[: 3 * DIM], weights)
+    assert (mixer.out_proj is out) == has_out
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("q", "kv"), ("query_key_value", "dense"), ("query_proj", "key_proj", "value_proj", "pos_q")],
+)
+def test_projections_in_an_unknown_order_are_an_error(names):
+    model = nn.ModuleDict({"supported": encoder_layer(), "other": AnyNames(*names)})
+    with pytest.raises(ValueError, match=r"cannot be replaced: other \(AnyNames\)"):
         replace_attention(model)
-    assert dict(model.named_modules()) == before
 
 
-def test_a_model_without_supported_attention_names_what_it_has():
-    other = nn.ModuleDict({name: nn.Linear(DIM, DIM) for name in "qkv"})
-    model = nn.ModuleList([other, *(nn.ModuleDict({"wq": nn.Linear(1, 1)}) for _ in range(2))])
-    with pytest.raises(ValueError, match=r"cannot be replaced: 0 \(ModuleDict\); expected"):
+def test_many_modules_that_cannot_be_replaced_are_counted():
+    model = nn.ModuleList(Attention(gated=True) for _ in range(5))
+    with pytest.raises(ValueError, match=r"0 .*; 1 .*; 2 \(Attention\) .*; and 2 more"):
         replace_attention(model)
-    many = nn.ModuleList(nn.ModuleDict(dict(other.items())) for _ in range(5))
-    with pytest.raises(ValueError, match=r"0 .*, 1 .*, 2 \(ModuleDict\) and 2 more; expected"):
-        replace_attention(many)
 
 
-def test_siglip_is_not_half_replaced():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.SiglipVisionConfig(
-        hidden_size=DIM, intermediate_size=16, num_hidden_layers=1, num_attention_heads=HEADS,
-        image_size=16, patch_size=8,
-    )  # fmt: skip
-    model = transformers.SiglipVisionModel(config)
-    with pytest.raises(ValueError, match=r"cannot be replaced: .*self_attn \(SiglipAttention\)"):
-        replace_attention(model)
-    assert not any(isinstance(x, MultiheadAttention) for x in model.modules())
+def test_excluded_modules_stay():
+    model = nn.ModuleList([encoder_layer(), nn.ModuleList([encoder_layer()]), encoder_layer()])
+    with pytest.raises(ValueError, match="exclude contains '3', but the model has no module"):
+        replace_attention(model, exclude=["3"])
+    assert replace_attention(model, exclude=["0.self_attn", "1"]) == ["2.self_attn"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
