@@ -1,6 +1,5 @@
 """Replace the softmax attention of encoders of PyTorch, transformers and timm."""
 
-import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -31,10 +30,7 @@ UNSUPPORTED = (
     "cache", "past_key_values", "past_key_value", "layer_past", "key_value_states",
     "encoder_hidden_states", "context", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
-# arguments that do not change the output, or only attention weights, which do not exist
-IGNORED = re.compile(
-    r"output_attentions|use_cache|deterministic|position_ids|cache_position|is_causal"
-)
+IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
 
 
@@ -101,11 +97,9 @@ class SelfAttention(nn.Module):
                 "replace that of this part of the model with causal=True"
             )
         for name, value in given.items():
-            is_ignored = IGNORED.fullmatch(name) or is_position_argument(name)
-            is_read = name in UNSUPPORTED or (
-                name in self.call.parameters and torch.is_tensor(value)
-            )
-            if is_read and not is_ignored and value is not None and value is not False:
+            is_ignored = name in IGNORED or is_position_argument(name)
+            is_read = name in self.call.parameters and torch.is_tensor(value) and not is_ignored
+            if is_read or (name in UNSUPPORTED and value is not None and value is not False):
                 raise ValueError(
                     f"{name} was given, but linear attention in place of softmax attention does "
                     "not support it"

@@ -26,6 +26,7 @@ _ROLES = {
         "k": "k|key|keys",
         "v": "v|value|values",
         "kv": "kv|key_value",
+        "qk": "qk|query_key",
         "qkv": "qkv|c_attn|in_proj_qkv",
         "interleaved": "query_key_value",  # often the rows of each head in turn
         "out": "o|out|output|dense|proj|projection|c_proj",
@@ -92,7 +93,7 @@ def projects_queries_keys_and_values(module: nn.Module) -> bool:
     """Return whether a module has layers with the names of an attention's projections."""
     roles = set(_roles(module))
     merged = bool({"qkv", "interleaved"} & roles)
-    return merged or {"q", "kv"} <= roles or {"q", "k", "v"} <= roles
+    return merged or any(each <= roles for each in ({"q", "kv"}, {"qk", "v"}, {"q", "k", "v"}))
 
 
 def _roles(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
@@ -168,6 +169,8 @@ def _check_supported(module: nn.Module, roles: dict[str, tuple[str, nn.Module]])
     if "interleaved" in roles:
         name, _ = roles["interleaved"]
         raise ValueError(f"has {name}, whose order of rows is not known")
+    if "qk" in roles:
+        raise ValueError("projects queries and keys together, apart from values")
     if "kv" in roles:
         raise ValueError(
             "projects queries separately from keys and values, as cross-attention does"

@@ -422,7 +422,12 @@ def test_layers_are_recognized_by_their_names(names):
 
 @pytest.mark.parametrize(
     "names",
-    [("q", "kv"), ("query_key_value", "dense"), ("query_proj", "key_proj", "value_proj", "pos_q")],
+    [
+        ("q", "kv"),
+        ("qk", "v"),
+        ("query_key_value", "dense"),
+        ("query_proj", "key_proj", "value_proj", "pos_q"),
+    ],
 )
 def test_projections_in_an_unknown_order_are_an_error(names):
     model = nn.ModuleDict({"supported": encoder_layer(), "other": AnyNames(*names)})

@@ -208,7 +208,7 @@ def test_weights_are_copied(name):
         o = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal)
         o = mixer.out_proj(o.transpose(1, 2).flatten(2))
         torch.testing.assert_close(
-            o, first_output(source(x, **neutral(source, q, causal))), rtol=tolerance, atol=1e-9
+            o, first_output(source(x, **neutral(source, q, causal))), rtol=tolerance, atol=tolerance
         )
 
 
