@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onescan.checks import can_look_at_values, check_shapes
+from onescan.checks import can_look_at_values, check_shapes, in_a_line
 from onescan.layers.mixers.projections import copy_projection, projection_weights
 from onescan.messages import named_type
 from onescan.nn.arguments import bool_mask
@@ -30,6 +30,7 @@ UNSUPPORTED = (
     "cache", "past_key_values", "past_key_value", "layer_past", "key_value_states",
     "encoder_hidden_states", "context", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
+ARGUMENTS = "replacement"  # attribute of replacements: the `Replacement` that built them
 IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
 
@@ -187,6 +188,7 @@ def _build(
             layer, parts.call, shape=shape, prefix=prefix, dropout=parts.dropout,
             losses=tuple(dict.fromkeys((*parts.losses, *losses))),
         )  # fmt: skip
+    setattr(new, ARGUMENTS, arguments)
     return new.train(module.training)
 
 
@@ -329,7 +331,7 @@ def replace_attention(
 
 
 def build_replacements(
-    model: nn.Module, arguments: "Replacement", *, exclude: Collection[str] = ()
+    model: nn.Module, arguments: Replacement, *, exclude: Collection[str] = ()
 ) -> dict[str, nn.Module]:
     """Build the replacements of all softmax attention modules of a model, by name.
 
@@ -345,15 +347,24 @@ def build_replacements(
     causal = bool(arguments.options.get("causal", False))
     found = find_attention(model, exclude, causal=causal)
     losses = _losses_of_model(model, found)
+    new = _build_all(model, found, arguments, losses)
+    _warn_of_losses(found, losses)
+    return new
+
+
+def _build_all(
+    model: nn.Module,
+    found: Mapping[str, AttentionParts],
+    arguments: Replacement,
+    losses: tuple[str, ...],
+) -> dict[str, nn.Module]:
+    """Build the replacements of some modules; a module with several names has one replacement."""
     built: dict[nn.Module, nn.Module] = {}
-    new = {}
     for name, parts in found.items():
         module = model.get_submodule(name)
         if module not in built:
             built[module] = _build(module, parts, arguments, losses)
-        new[name] = built[module]
-    _warn_of_losses(found, losses)
-    return new
+    return {name: built[model.get_submodule(name)] for name in found}
 
 
 def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
@@ -363,3 +374,57 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # chosen for softmax attention at construction
+
+
+def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:
+    """Return how attention of a model was replaced, as JSON types, for `repeat_replacements`."""
+    groups: list[tuple[Replacement, list[str]]] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        arguments = getattr(module, ARGUMENTS, None)
+        if not isinstance(arguments, Replacement):
+            continue
+        known = next((names for each, names in groups if each == arguments), None)
+        if known is None:
+            groups.append((arguments, [name]))
+        else:
+            known.append(name)
+    return [
+        {
+            "kind": each.kind,
+            "shape": None if each.shape is None else list(each.shape),
+            "prefix": each.prefix,
+            "options": dict(each.options),
+            "modules": names,
+        }
+        for each, names in groups
+    ]
+
+
+def repeat_replacements(model: nn.Module, described: Collection[Mapping[str, Any]]) -> None:
+    """Replace the attention of a new model as that of another one was, from its description.
+
+    Raises:
+        ValueError: If the description is damaged, or names modules that are no softmax attention.
+    """
+    for group in described:
+        try:
+            shape, names = group["shape"], list(group["modules"])
+            arguments = Replacement(
+                kind=group["kind"],
+                shape=None if shape is None else tuple(shape),
+                prefix=group["prefix"],
+                options=dict(group["options"]),
+            )
+            found = {name: attention_parts(model.get_submodule(name)) for name in names}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the description of replaced attention is damaged: {in_a_line(error)}"
+            ) from error
+        parts = {name: each for name, each in found.items() if each is not None}
+        if missing := found.keys() - parts.keys():
+            raise ValueError(
+                f"the description of replaced attention names {min(missing)}, which is no softmax "
+                "attention"
+            )
+        losses = _losses_of_model(model, parts)
+        install_replacements(model, _build_all(model, parts, arguments, losses))

@@ -32,6 +32,12 @@ from onescan.integrations.transformers.image_modeling import (
     OnescanImageModel,
 )
 from onescan.integrations.transformers.image_processing import OnescanImageProcessor
+from onescan.integrations.transformers.linearized import (
+    OnescanLinearizedConfig,
+    load_linearized,
+    register,
+    save_linearized,
+)
 from onescan.integrations.transformers.modeling import (
     OnescanForCausalLM,
     OnescanForMaskedLM,
@@ -53,11 +59,14 @@ __all__ = [
     "OnescanImageConfig",
     "OnescanImageModel",
     "OnescanImageProcessor",
+    "OnescanLinearizedConfig",
     "OnescanSegmentationConfig",
     "OnescanTextConfig",
     "OnescanTextModel",
     "StateCache",
+    "load_linearized",
     "load_pretrained",
+    "save_linearized",
     "to_transformers",
 ]
 
@@ -85,6 +94,7 @@ def _register() -> None:
             getattr(transformers, auto_class).register(config, globals()[name])
             if auto_class in TASK_NAMES:
                 TASK_NAMES[auto_class][config.model_type] = name
+    register()
 
 
 _register()

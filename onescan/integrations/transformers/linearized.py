@@ -1,0 +1,232 @@
+"""Save and load models of transformers whose attention was replaced by `onescan.nn`.
+
+The folder is one of transformers, with three entries more in config.json: the type of model is
+"onescan_linearized", so that transformers never loads it with softmax attention; the actual one is
+"base_model_type"; and "onescan_attention" describes the replaced modules.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from onescan.checkpoint.files import write_text_atomically
+from onescan.checks import LOAD_ERRORS, in_a_line
+from onescan.messages import named_type
+from onescan.nn.replace import describe_replacements, repeat_replacements
+
+MODEL_TYPE, BASE_TYPE, ATTENTION = "onescan_linearized", "base_model_type", "onescan_attention"
+CONFIG = "config.json"
+AUTO_CLASSES = (
+    "AutoModel",
+    "AutoModelForAudioClassification",
+    "AutoModelForCTC",
+    "AutoModelForImageClassification",
+    "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForVideoClassification",
+)
+
+
+class OnescanLinearizedConfig(PreTrainedConfig):
+    """Config of a saved model whose attention was replaced, with the fields of its own config."""
+
+    model_type = MODEL_TYPE
+
+    def __init__(
+        self, base_model_type: str = "", onescan_attention: Any = (), **fields: Any
+    ) -> None:
+        self.base_model_type = base_model_type
+        self.onescan_attention = onescan_attention
+        super().__init__(**fields)
+
+    def to_base(self) -> PreTrainedConfig:
+        """Return the config of the model itself.
+
+        Raises:
+            ValueError: If the type of the model is missing or unknown.
+        """
+        fields = self.to_dict()
+        del fields["model_type"], fields[ATTENTION]
+        kind = fields.pop(BASE_TYPE)
+        if kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
+            raise ValueError(
+                f"{BASE_TYPE} is {kind!r} in config.json, expected a type of model that "
+                "transformers has"
+            )
+        config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(fields)
+        return config
+
+
+def save_linearized(model: Any, folder: Any, *, processor: Any = None, **options: Any) -> None:
+    """Save a model of transformers whose attention was replaced.
+
+    Args:
+        model: Model, after `onescan.nn.replace_attention` or `onescan.linearize`.
+        folder: Folder to write, for `load_linearized` and transformers' Auto classes.
+        processor: Its tokenizer or image processor, to save it as well.
+        options: Options of ``save_pretrained``.
+
+    Raises:
+        ValueError: If this is no such model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is {named_type(model)}, expected a model of transformers")
+    attention = describe_replacements(model)
+    if not attention:
+        raise ValueError(
+            "model has no replaced attention, expected one after onescan.nn.replace_attention"
+        )
+    base = _base_class(type(model))
+    base.save_pretrained(model, folder, **options)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    path = Path(folder) / CONFIG
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields |= {
+        "architectures": [base.__name__],
+        "model_type": MODEL_TYPE,
+        BASE_TYPE: model.config.model_type,
+        ATTENTION: attention,
+    }
+    write_text_atomically(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any) -> Any:
+    """Load a model of transformers that `save_linearized` saved, in evaluation mode.
+
+    Nothing is unpickled, and no code from the folder is executed. ``save_pretrained`` of the model
+    saves it as `save_linearized` does. After ``import onescan.integrations.transformers``, the Auto
+    classes of transformers load such folders, too.
+
+    Args:
+        name: Folder, or a name on the Hugging Face Hub.
+        auto_class: Name of the Auto class of transformers that selects the head, such as
+            "AutoModelForSequenceClassification". By default, the head is the saved one.
+        options: Options of ``from_pretrained``, such as dtype or num_labels.
+
+    Raises:
+        ValueError: If there is no such folder, or its config or weights are damaged or missing.
+    """
+    hub = {k: options[k] for k in ("revision", "token", "cache_dir") if k in options}
+    try:
+        config: Any = options.pop("config", None)
+        if config is None:
+            config, options = _read_config(name, options)
+        base_config = config.to_base()
+        kind: Any = _linearized(
+            _class_of(config, base_config, auto_class), config.onescan_attention
+        )
+        options |= hub | {"use_safetensors": True, "trust_remote_code": False}
+        model, info = kind.from_pretrained(
+            name, config=base_config, output_loading_info=True, **options
+        )
+    except (ValueError, *LOAD_ERRORS) as error:
+        raise ValueError(f"{str(name)!r} cannot be loaded: {in_a_line(error)}") from error
+    missing = [key for key in info["missing_keys"] if ".attention.mixer." in key]
+    if missing:
+        raise ValueError(f"{str(name)!r} lacks weights of linear attention, such as {missing[0]}")
+    return model
+
+
+def _read_config(name: Any, options: Any) -> tuple[OnescanLinearizedConfig, dict[str, Any]]:
+    """Return the config of a folder or hub name, and the options that are not for the config."""
+    fields, options = PreTrainedConfig.get_config_dict(name, **options)
+    kind = fields.get("model_type")
+    if kind != MODEL_TYPE:
+        raise ValueError(
+            f"its model_type is {kind!r}, expected {MODEL_TYPE!r}: it was not written by "
+            "save_linearized"
+        )
+    config, options = OnescanLinearizedConfig.from_dict(
+        fields, return_unused_kwargs=True, **options
+    )
+    return config, options
+
+
+def _base_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of transformers of a model, which may be loaded by `load_linearized`."""
+    return next(base for base in kind.__mro__ if "_onescan_attention" not in vars(base))
+
+
+def _class_of(config: Any, base_config: Any, auto_class: str | None) -> type[PreTrainedModel]:
+    """Return the class that a config or an Auto class selects."""
+    if auto_class is not None:
+        mapping = getattr(transformers, auto_class)._model_mapping
+        if type(base_config) not in mapping:
+            raise ValueError(f"{auto_class} does not support {base_config.model_type} models")
+        found: Any = mapping[type(base_config)]
+        return found[0] if isinstance(found, tuple) else found
+    name = (config.architectures or ["nothing"])[0]
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise ValueError(f"architectures names {name}, expected a model class of transformers")
+    return found
+
+
+def _linearized(base: type[PreTrainedModel], attention: Any) -> type[PreTrainedModel]:
+    """Return a subclass whose models have replaced attention, as described."""
+
+    class Linearized(base):  # type: ignore[valid-type, misc]
+        _onescan_attention: ClassVar[Any] = attention
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            repeat_replacements(self, _renamed(attention, self))
+
+        def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+            save_linearized(self, save_directory, **options)
+
+    Linearized.__name__ = Linearized.__qualname__ = base.__name__
+    Linearized.__module__ = base.__module__
+    return Linearized
+
+
+def _renamed(attention: Any, model: PreTrainedModel) -> Any:
+    """Return a description for a model with another head than the saved one, or without a head.
+
+    The names of modules then begin with that of the base model, or do not: "bert.encoder" of
+    BertForMaskedLM is "encoder" of BertModel.
+    """
+    names, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+
+    def renamed(name: Any) -> Any:
+        if name in names or not isinstance(name, str):
+            return name
+        return name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+
+    try:
+        return [
+            each | {"modules": [renamed(name) for name in each["modules"]]} for each in attention
+        ]
+    except (KeyError, TypeError):
+        return attention  # damaged, which `repeat_replacements` reports
+
+
+def _auto_model(auto_class: str) -> Any:
+    """Return the class that an Auto class calls for a config of a saved linearized model."""
+
+    def from_pretrained(cls: Any, name: Any, *_: Any, **options: Any) -> Any:
+        return load_linearized(name, auto_class=auto_class, **options)
+
+    return type(
+        auto_class.replace("AutoModel", "OnescanLinearizedModel"),
+        (),
+        {
+            "config_class": OnescanLinearizedConfig,
+            "from_pretrained": classmethod(from_pretrained),
+        },
+    )
+
+
+def register() -> None:
+    """Let the Auto classes of transformers load saved linearized models."""
+    transformers.AutoConfig.register(MODEL_TYPE, OnescanLinearizedConfig)
+    for name in AUTO_CLASSES:
+        getattr(transformers, name).register(OnescanLinearizedConfig, _auto_model(name))
