@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from onescan.checkpoint.generation_state import load_generation_state as load_generation_state
     from onescan.checkpoint.generation_state import save_generation_state as save_generation_state
     from onescan.experiments.training.convert import convert as convert
+    from onescan.experiments.training.linearize import linearize as linearize
     from onescan.experiments.training.loop import train as train
     from onescan.inference.loading import load as load
     from onescan.inference.loading import load_language_model as load_language_model
@@ -67,6 +68,7 @@ _MODULES = {
     "SequenceGroup": "ops.parallel",
     "build": "models.presets",
     "convert": "experiments.training.convert",
+    "linearize": "experiments.training.linearize",
     "load": "inference.loading",
     "load_generation_state": "checkpoint.generation_state",
     "load_language_model": "inference.loading",

@@ -79,16 +79,24 @@ class SelfAttention(nn.Module):
             ValueError: If the mask is another one, or the call is that of a decoder, of
                 cross-attention, or of packed sequences.
         """
-        given = dict(zip(self.call.parameters, args, strict=False)) | kwargs
-        x = given.pop(self.call.parameters[0])
-        mask = next((m for name in MASKS if (m := given.pop(name, None)) is not None), None)
-        self._check(given)
-        padding = None if mask is None else self._padding(mask, x)
+        x, padding = self.read(args, kwargs)
         o = self.attention(x, self.shape, key_padding_mask=padding, prefix=self.prefix)
         o = self.dropout(o)
         if self.call.outputs is None:
             return o
         return (o, *[None] * (self.call.outputs - 1))
+
+    def read(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens of a call and their padding, [B, T], True for padding.
+
+        Raises:
+            ValueError: See `forward`.
+        """
+        given = {**dict(zip(self.call.parameters, args, strict=False)), **kwargs}
+        x = given.pop(self.call.parameters[0])
+        mask = next((m for name in MASKS if (m := given.pop(name, None)) is not None), None)
+        self._check(given)
+        return x, None if mask is None else self._padding(mask, x)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError if an argument would change the output of the original module."""
@@ -190,6 +198,25 @@ def _build(
         )  # fmt: skip
     setattr(new, ARGUMENTS, arguments)
     return new.train(module.training)
+
+
+def real_tokens(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return which tokens of the output of a replacement are not padding; None for all.
+
+    Args:
+        module: Replacement, as `build_replacements` returns it.
+        args: Positional arguments of its call.
+        kwargs: Keyword arguments of its call.
+    """
+    if isinstance(module, SelfAttention):
+        _, padding = module.read(args, kwargs)
+        return None if padding is None else ~padding
+    assert isinstance(module, MultiheadAttention)
+    padding = kwargs.get("key_padding_mask", args[3] if len(args) > 3 else None)  # noqa: PLR2004
+    if padding is None:
+        return None
+    real = ~bool_mask("key_padding_mask", padding)
+    return real if module.batch_first else real.mT
 
 
 def is_replacement(module: nn.Module) -> bool:

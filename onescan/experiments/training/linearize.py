@@ -1,0 +1,343 @@
+"""Turn softmax models of other libraries into linear ones: attention transfer, then training.
+
+First, each layer of linear attention learns by itself to reproduce the softmax attention that it
+replaces, on the inputs which that attention has in the original model. The loss of a layer is
+
+    sum_t |o'_t - o_t|^2 / sum_t |o_t|^2
+
+over the real tokens t of a batch, where o and o' are the outputs of softmax and linear attention.
+Layers are trained in one pass through the original model, one after another, so only the
+activations of one layer are stored at a time. Then the linear layers take the place of the softmax
+layers, and all weights are trained on the task.
+
+Source: the first stage of LoLCATs, arXiv:2410.10254; see `onescan.experiments.training.transfer`,
+which does the same for models of onescan.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+
+from onescan.checks import check_positive, check_whole
+from onescan.experiments.training import optim
+from onescan.experiments.training.config import TrainingConfig
+from onescan.messages import named_type
+from onescan.nn.replace import (
+    Replacement,
+    build_replacements,
+    install_replacements,
+    real_tokens,
+)
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Report = Callable[[str, int, float], None]
+
+BETAS, WARM_UP = (0.9, 0.999), 0.1  # fraction of each phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linearized:
+    """What `linearize` did.
+
+    Attributes:
+        replaced: Names of the modules with linear attention.
+        kept: Names of the modules that keep their softmax attention.
+        transfer_losses: For each replaced module, the loss of attention transfer at each step: the
+            squared error divided by the squared norm of the softmax attention's output.
+        losses: Training loss at each step of the second phase.
+    """
+
+    replaced: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    transfer_losses: Mapping[str, list[float]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+
+def linearize(
+    model: nn.Module,
+    data: Iterable[Any],
+    kind: str = "lightnet",
+    *,
+    shape: tuple[int, ...] | None = None,
+    prefix: int = 0,
+    exclude: Collection[str] = (),
+    softmax_every: int | None = None,
+    transfer_steps: int = 300,
+    transfer_learning_rate: float = 1e-3,
+    steps: int = 1000,
+    learning_rate: float = 2e-4,
+    weight_decay: float = 0.01,
+    max_gradient_norm: float = 1.0,
+    loss: Loss | None = None,
+    report: Report | None = None,
+    **options: Any,
+) -> Linearized:
+    """Replace the softmax attention of a trained encoder by linear attention, and train it.
+
+    The model is changed in place; see `onescan.nn.replace_attention` for the models that this works
+    with, and for what is lost. Each phase has its own schedule of the learning rate: linear warm-up
+    in the first tenth of its steps, then cosine decay to 0.
+
+    Args:
+        model: Trained model, on the device to train it on.
+        data: Batches, such as a `torch.utils.data.DataLoader`, read again from the start when they
+            end. A batch is a mapping of the model's arguments, with labels for transformers' loss;
+            or a pair (inputs, classes), trained with cross-entropy. They are moved to the device of
+            the model.
+        kind: "lightnet", "lion" or "delta".
+        shape: Size of each axis of the tokens' grid; see `replace_attention`.
+        prefix: Number of tokens before the grid; see `replace_attention`.
+        exclude: Names of modules to leave as they are.
+        softmax_every: Keep the softmax attention of every n-th layer, beginning with the n-th. None
+            replaces all layers.
+        transfer_steps: Steps of attention transfer; 0 skips it.
+        transfer_learning_rate: Peak learning rate of attention transfer.
+        steps: Steps of training on the task; 0 skips it.
+        learning_rate: Peak learning rate of training on the task.
+        weight_decay: Weight decay of AdamW, except for norms and biases.
+        max_gradient_norm: Maximum norm of the gradient, in both phases.
+        loss: Function of the model and a batch that returns the loss, for other batches or tasks.
+        report: Called after each step with the phase, "transfer" or "train", the number of steps
+            done in it, and the loss, that of transfer averaged over layers.
+        options: Options of the layer, such as ``decay="fixed"``.
+
+    Returns:
+        The names of the replaced modules and the losses of both phases.
+
+    Raises:
+        ValueError: If the attention cannot be replaced, a number is out of range, the data has no
+            batches or the model returns no loss. The model is then unchanged, except if an error
+            occurs in the second phase.
+        FloatingPointError: If a loss is not finite.
+    """
+    check_whole(0, prefix=prefix, transfer_steps=transfer_steps, steps=steps)
+    check_positive(
+        transfer_learning_rate=transfer_learning_rate,
+        learning_rate=learning_rate,
+        max_gradient_norm=max_gradient_norm,
+    )
+    arguments = Replacement(kind=kind, shape=shape, prefix=prefix, options=options)
+    new = build_replacements(model, arguments, exclude=exclude)
+    kept = _kept(list(new), softmax_every)
+    new = {name: module for name, module in new.items() if name not in kept}
+    # separate output projections: the originals compute the targets
+    copies = {module: copy.deepcopy(module) for module in new.values()}
+    new = {name: copies[module] for name, module in new.items()}
+    device = next(model.parameters()).device
+    batches = _moved(_repeated(data), device)
+    was_training = model.training
+    transfer = _transfer(
+        model, new, batches, loss or _default_output, transfer_steps,
+        learning_rate=transfer_learning_rate, max_gradient_norm=max_gradient_norm, report=report,
+    )  # fmt: skip
+    model.train(was_training)
+    install_replacements(model, new)
+    losses = _train(
+        model, batches, loss or _default_loss, steps, learning_rate=learning_rate,
+        weight_decay=weight_decay, max_gradient_norm=max_gradient_norm, report=report,
+    )  # fmt: skip
+    model.train(was_training)
+    return Linearized(
+        replaced=tuple(new), kept=tuple(kept), transfer_losses=transfer, losses=losses
+    )
+
+
+def _kept(names: list[str], every: int | None) -> list[str]:
+    """Return the names of every n-th layer."""
+    if every is None:
+        return []
+    check_whole(2, softmax_every=every)
+    return names[every - 1 :: every]
+
+
+def _transfer(
+    model: nn.Module,
+    students: Mapping[str, nn.Module],
+    batches: Iterator[Any],
+    run: Callable[[nn.Module, Any], Any],
+    steps: int,
+    *,
+    learning_rate: float,
+    max_gradient_norm: float,
+    report: Report | None,
+) -> dict[str, list[float]]:
+    """Train each student to reproduce the module of its name; return its losses."""
+    losses: dict[str, list[float]] = {name: [] for name in students}
+    if not steps:
+        return losses
+    teachers = {name: model.get_submodule(name) for name in students}
+    layers = nn.ModuleList(dict.fromkeys(students.values())).train()
+    optimizer = AdamW(optim.parameter_groups(layers, 0.0), lr=learning_rate, betas=BETAS)
+    model.eval()
+    for step in range(steps):
+        _set_rate(optimizer, learning_rate, step, steps)
+        optimizer.zero_grad()
+        found = _compare(model, teachers, students, next(batches), run)
+        for name, error in found.items():
+            losses[name].append(_finite(error, "transfer", step))
+        for layer in layers:
+            nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
+        optimizer.step()
+        if report is not None:
+            report("transfer", step + 1, math.fsum(found.values()) / len(found))
+    optimizer.zero_grad()
+    return losses
+
+
+class _FinishedError(Exception):
+    """Ends the forward pass of the original model after its last attention."""
+
+
+def _compare(
+    model: nn.Module,
+    teachers: Mapping[str, nn.Module],
+    students: Mapping[str, nn.Module],
+    batch: Any,
+    run: Callable[[nn.Module, Any], Any],
+) -> dict[str, float]:
+    """Compute the losses of all layers on a batch, and add their gradients."""
+    found: dict[str, float] = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            student, target = students[name], _tensor(output)
+            real = real_tokens(student, args, kwargs)
+            with torch.enable_grad():
+                error = _tensor(student(*args, **kwargs)).float() - target.float()
+                norm = target.float()
+                if real is not None:
+                    error, norm = error[real], norm[real]
+                least = torch.finfo(torch.float32).tiny
+                loss = error.square().sum() / norm.square().sum().clamp(min=least)
+                loss.backward()
+            found[name] = loss.item()
+            if len(found) == len(students):
+                raise _FinishedError
+
+        return hook
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, teacher in teachers.items():
+            handle = teacher.register_forward_hook(hook_of(name), with_kwargs=True)
+            hooks.callback(handle.remove)
+        with suppress(_FinishedError):
+            run(model, batch)
+    if missing := students.keys() - found.keys():
+        raise ValueError(
+            f"the model does not use {min(missing)} on a batch of data; pass its name in exclude"
+        )
+    return found
+
+
+def _train(
+    model: nn.Module,
+    batches: Iterator[Any],
+    loss_of: Loss,
+    steps: int,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    max_gradient_norm: float,
+    report: Report | None,
+) -> list[float]:
+    """Train all weights on the task; return the losses."""
+    losses: list[float] = []
+    if not steps:
+        return losses
+    optimizer = AdamW(optim.parameter_groups(model, weight_decay), lr=learning_rate, betas=BETAS)
+    model.train()
+    for step in range(steps):
+        _set_rate(optimizer, learning_rate, step, steps)
+        loss = loss_of(model, next(batches))
+        if not torch.is_tensor(loss) or loss.ndim:
+            raise ValueError(f"loss returned {named_type(loss)}, expected a tensor without axes")
+        losses.append(_finite(loss.item(), "training", step))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+        optimizer.step()
+        if report is not None:
+            report("train", step + 1, losses[-1])
+    optimizer.zero_grad()
+    return losses
+
+
+def _set_rate(optimizer: Optimizer, peak: float, step: int, steps: int) -> None:
+    rate = optim.learning_rate(step, steps, TrainingConfig(learning_rate=peak, warmup=WARM_UP))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _finite(loss: float, phase: str, step: int) -> float:
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"the {phase} loss is {loss} at step {step + 1}; try a smaller learning rate"
+        )
+    return loss
+
+
+def _tensor(output: Any) -> Tensor:
+    """Return the output of an attention module, which may be the first of a tuple."""
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _repeated(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches again and again."""
+    while True:
+        count = 0
+        for batch in data:
+            count += 1
+            yield batch
+        if not count:
+            raise ValueError(
+                "data has no batches left, expected a DataLoader or a list of batches, which can "
+                "be read more than once"
+            )
+
+
+def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yield the batches, with their tensors on the device."""
+
+    def moved(x: Any) -> Any:
+        if torch.is_tensor(x):
+            return x.to(device, non_blocking=True)
+        if isinstance(x, Mapping):
+            return {name: moved(value) for name, value in x.items()}
+        return type(x)(map(moved, x)) if type(x) in (tuple, list) else x
+
+    return map(moved, batches)
+
+
+def _default_output(model: nn.Module, batch: Any) -> Any:
+    """Apply the model to a batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of transformers for a mapping, and cross-entropy for a pair."""
+    output = _default_output(model, batch)
+    if isinstance(batch, Mapping):
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                "the model returned no loss; add labels to the batches, pass loss, or set steps=0"
+            )
+        return loss
+    if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004
+        raise ValueError(
+            f"data has batches of type {type(batch).__name__}, expected mappings or pairs "
+            "(inputs, classes); otherwise pass loss"
+        )
+    logits = getattr(output, "logits", output)
+    return cross_entropy(logits, batch[1])
