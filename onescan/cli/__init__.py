@@ -15,6 +15,7 @@ from onescan import __version__
 from onescan.cli.convert import convert
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, sample
+from onescan.cli.linearize import linearize
 from onescan.cli.options import HELP, HELP_ALL, RESUME, Argv, echo, name_flags
 from onescan.cli.predict import predict
 from onescan.cli.show import models, recipes, show, zoo
@@ -43,12 +44,21 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "tokenizer": tokenizer,
     "encode": encode,
     "convert": convert,
+    "linearize": linearize,
     "models": models,
     "recipes": recipes,
     "show": show,
     "zoo": zoo,
 }
-TRAINING = ("train", "evaluate", "compare", "glue", "needle", "encode")  # need the extra
+TRAINING = (
+    "train",
+    "evaluate",
+    "compare",
+    "glue",
+    "needle",
+    "encode",
+    "linearize",
+)  # need the extra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

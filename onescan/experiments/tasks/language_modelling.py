@@ -228,11 +228,10 @@ class MaskedLanguageModelling(Task):
         positions = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
         targets = _to_model(labels.flatten()[positions], model)
         read_outs = self.config.supervised_blocks
-        masked = _to_model(masked, model)
-        packing = packing_of_documents(documents, masked.device)
-        logits = model(
+        logits = self.apply(
+            model,
             masked,
-            cu_seqlens=packing,
+            documents,
             read_outs=read_outs,
             positions=_to_model(positions, model),
         )
@@ -248,10 +247,14 @@ class MaskedLanguageModelling(Task):
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         masked, documents, text = self.masked_for_evaluation(batch)
         masked, labels = (self.share.cut(x, axis=1) for x in (masked, text))
-        masked = _to_model(masked, model)
-        logits = model(masked, cu_seqlens=packing_of_documents(documents, masked.device))
+        logits = self.apply(model, masked, documents)
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return token_rows(logits.float(), labels.to(logits.device), text, self.tokenizer)
+
+    def apply(self, model: nn.Module, masked: Tokens, documents: Tokens, **options: Any) -> Any:
+        """Compute logits from masked tokens and document numbers, which are below 0 for padding."""
+        tokens = _to_model(masked, model)
+        return model(tokens, cu_seqlens=packing_of_documents(documents, tokens.device), **options)
 
     def evaluate(self, rows: Rows) -> Evaluation:
         return evaluate_tokens(rows)

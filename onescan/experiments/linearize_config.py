@@ -1,0 +1,33 @@
+"""Settings of `onescan linearize`, which does not import torch to show its help."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearizeConfig:
+    """How to linearize a saved model. The data is divided into training and held-out examples."""
+
+    kind: str = "lightnet"
+    """Linear attention: lightnet, lion or delta."""
+    decay: str | None = None
+    """Decay of lion or delta, such as fixed; None uses the default of the kind."""
+    softmax_every: int | None = None
+    """Keep the softmax attention of every n-th layer."""
+    exclude: tuple[str, ...] = ()
+    """Names of modules to leave as they are."""
+    transfer_steps: int = 300
+    """Steps of attention transfer."""
+    transfer_learning_rate: float = 1e-3
+    """Peak learning rate of attention transfer."""
+    steps: int = 1000
+    """Steps of training on the task after attention transfer."""
+    learning_rate: float = 2e-4
+    """Peak learning rate of training on the task."""
+    batch_size: int = 32
+    """Examples per step."""
+    length: int | None = None
+    """Maximum tokens per text. None is 128, or the maximum of the model if that is smaller."""
+    augment: bool = True
+    """Flip and shift training images at random."""
+    seed: int = 0
+    """Random seed of the order of examples, masks and new weights."""
