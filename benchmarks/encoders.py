@@ -11,6 +11,7 @@ to the same model with softmax attention (sdpa).
 import math
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import harness
 import torch
@@ -75,7 +76,7 @@ def build(
     """Return a model with softmax attention, an input, and its grid and tokens before the grid."""
     import transformers
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": options.width,
         "num_hidden_layers": options.depth,
         "num_attention_heads": options.heads,
@@ -94,7 +95,7 @@ def build(
     shape = (side, side) if side**2 == tokens else (math.isqrt(tokens // 2), math.isqrt(2 * tokens))
     if math.prod(shape) != tokens:
         raise ValueError(f"tokens is {tokens}, expected a square or twice a square")
-    image = tuple(PATCH * n for n in shape)
+    image: Any = tuple(PATCH * n for n in shape)
     vit = transformers.ViTConfig(image_size=image, patch_size=PATCH, **sizes)
     pixels = torch.randn(options.batch_size, 3, *image)
     return transformers.ViTModel(vit), {"pixel_values": pixels}, shape, 1
