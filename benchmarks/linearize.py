@@ -54,7 +54,8 @@ def main(options: Options) -> None:
                     seed=seed,
                 )
                 linearize_folder(model, options.data, out, config, device=torch.device("cpu"))
-            found.setdefault(kind, []).append(json.loads((out / RESULTS).read_text()))
+            text = (out / RESULTS).read_text(encoding="utf-8")
+            found.setdefault(kind, []).append(json.loads(text))
     metrics = list(found[options.kinds[0]][0]["original"])
     before = [result["original"] for result in found[options.kinds[0]]]
     rows = [["attention", *metrics, "transfer loss"]]

@@ -34,7 +34,8 @@ def layers() -> list[set[str]]:
         names, about = re.split(r"  +", line)
         if names == "experiments":
             found += [{f"experiments.{name}"} for name in about.split(" > ")]
-            found.append({"experiments", "experiments.installation", "experiments.locks"})
+            alone = ("installation", "linearize_config", "locks")
+            found.append({"experiments", *(f"experiments.{name}" for name in alone)})
         else:
             found += [{name} for name in names.split(" > ")]
     assert found[0] == {"cli"}

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.files import write_atomically, write_text_atomically
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, in_a_line
 from onescan.experiments.data import DeitAugmentConfig, ImageDatasetConfig, derive_seed
 from onescan.experiments.data.text import TextDatasetConfig
@@ -34,7 +33,7 @@ from onescan.experiments.training.data import Loader, choose_workers
 from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.linearize import Linearized, Report, linearize
 from onescan.inputs.tokenizer import load_tokenizer
-from onescan.integrations.transformers import save_linearized
+from onescan.messages import missing_package
 from onescan.nn.multihead import KINDS
 from onescan.nn.replace import find_attention
 from onescan.shapes import Tokens
@@ -141,9 +140,20 @@ def _options(config: LinearizeConfig) -> dict[str, Any]:
     return {"decay": config.decay}
 
 
+def _transformers() -> Any:
+    """Import transformers."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_package("onescan linearize", "transformers", "text") from error
+    return transformers
+
+
 def _save(
     model: Any, processor: Any, config: LinearizeConfig, outcome: Outcome, folder: Path
 ) -> None:
+    from onescan.integrations.transformers import save_linearized
+
     save_linearized(model, folder, processor=processor)
     results = {
         "settings": asdict(config),
@@ -155,11 +165,12 @@ def _save(
             name: losses[-1:] for name, losses in outcome.linearized.transfer_losses.items()
         },
     }
-    (folder / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_text_atomically(folder / RESULTS, json.dumps(results, indent=2) + "\n")
 
 
 def _load(source: str) -> tuple[Any, Any]:
     """Load a model with a supported head, and its tokenizer or image processor."""
+    transformers = _transformers()
     safe: Any = {"trust_remote_code": False}
     try:
         fields = transformers.AutoConfig.from_pretrained(source, **safe)
@@ -280,7 +291,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 def _image_format(model: Any, source: str) -> dict[str, Any]:
     """Return how the image processor of a model standardizes images, for `ImageDatasetConfig`."""
-    processor: Any = transformers.AutoImageProcessor.from_pretrained(source)
+    processor: Any = _transformers().AutoImageProcessor.from_pretrained(source)
     for name in ("image_mean", "image_std"):
         if getattr(processor, name, None) is None:
             raise ValueError(f"model {source!r} has an image processor without {name}")
