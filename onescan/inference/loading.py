@@ -1,6 +1,5 @@
 """Load trained models: a run, or a language model with its tokenizer."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -12,9 +11,9 @@ from torch import nn
 
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import damaged, is_number
+from onescan.checkpoint.hub import download, is_hub_name
 from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
 from onescan.checkpoint.weights import REMEDY, load_model, missing
-from onescan.checks import HUB_NAME
 from onescan.configs import ModelConfig
 from onescan.inputs import Format
 from onescan.inputs.targets import CLASSES, Target
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from onescan.inputs.tokenizer import Tokenizer
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
+
+
+REPOSITORY_PARTS = 2  # of a name on the hub: user and model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,18 @@ class Checkpoint:
     """Metrics of these weights on held-out data; empty if they were not evaluated."""
 
 
-def load(path: str | Path) -> Checkpoint:
-    """Load a trained model from its run's folder, or from any file in that folder.
+def load(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> Checkpoint:
+    """Load a trained model from its run's folder, from any file in that folder, or from the hub.
+
+    "user/name" loads a model from the Hugging Face Hub, unless there is a local path of that name.
+    Only configs, tokenizers and safetensors files are downloaded, and they are checked like local
+    ones.
 
     The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
     "zoo/NAME" loads weights that come with the package, unless there is a local path of that name.
@@ -58,13 +70,21 @@ def load(path: str | Path) -> Checkpoint:
     Nothing is unpickled, and no module outside the package is imported: import the module of a
     custom model first.
 
+    Args:
+        path: Folder, file, "zoo/NAME" or name on the hub.
+        revision: Branch, tag or commit on the hub.
+        token: Access token of the hub; by default the saved one, if any.
+        cache_dir: Folder for downloads; by default that of huggingface_hub.
+
     Raises:
-        FileNotFoundError: If there is no such path, or the run has not saved these weights.
+        FileNotFoundError: If there is no such path and it cannot be downloaded, or the run has not
+            saved these weights.
         ValueError: If `path` is not a path, the folder holds no run or was written by an
             unsupported version, or if the weights are damaged (names the file), do not match the
             model or do not fit into memory.
     """
-    folder, weights, data, header = _read(path)
+    options = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    folder, weights, data, header = _read(path, **options)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, header.run.model)
     return Checkpoint(
@@ -93,7 +113,7 @@ class _Header:
     target: Target = CLASSES
 
 
-def _read(path: str | Path) -> tuple[Path, Path, dict[str, Any], _Header]:
+def _read(path: str | Path, **hub: Any) -> tuple[Path, Path, dict[str, Any], _Header]:
     """Return a run's folder, the file of the weights that a path selects, and its config.json.
 
     Raises:
@@ -104,8 +124,11 @@ def _read(path: str | Path) -> tuple[Path, Path, dict[str, Any], _Header]:
         raise ValueError(f"path is {path!r}, expected the folder of a run")
     path = zoo.resolve(Path(path))
     if not path.exists():
-        is_in_run = (path.parent / CONFIG).is_file()
-        raise missing(path) if is_in_run else FileNotFoundError(f"there is no run at {path}")
+        if (path.parent / CONFIG).is_file():
+            raise missing(path)
+        if not _is_repository(path):
+            raise FileNotFoundError(f"there is no run at {path}")
+        path = download(path.as_posix(), **hub)
     folder, weights = locate(path)
     if path != folder and not (folder / CONFIG).is_file():
         raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
@@ -138,6 +161,11 @@ def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
     raise damaged(path, metrics, REMEDY)
 
 
+def _is_repository(path: Path) -> bool:
+    """Return whether a path that does not exist has the form of a name on the hub, USER/NAME."""
+    return len(path.parts) == REPOSITORY_PARTS and is_hub_name(path.as_posix())
+
+
 def is_run(path: Path) -> bool:
     """Return whether a path is a run's folder, or a file in one."""
     try:
@@ -165,6 +193,7 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
+    name = _downloaded(name)
     if _is_pretrained(name):
         try:
             model = _load_pretrained(name)  # first, because its errors name what the folder holds
@@ -197,6 +226,7 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     """
     from onescan.inputs.tokenizer import TextFormat
 
+    name = _downloaded(name)
     if _is_pretrained(name):
         model, tokenizer = load_language_model(name)
         return model.config, tokenizer
@@ -206,12 +236,18 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     return header.run.model, header.format.open(folder)
 
 
-def _is_pretrained(name: str) -> bool:
-    """Return whether a name is for transformers: a folder with its config, or a hub name."""
+def _downloaded(name: str) -> str:
+    """Return the name of a local path, or the folder of a model that is downloaded from the hub."""
     path = zoo.resolve(Path(name))
-    if path.exists():
-        return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
-    return re.fullmatch(HUB_NAME, name) is not None
+    if path.exists() or not is_hub_name(name):
+        return name
+    return str(download(name))
+
+
+def _is_pretrained(name: str) -> bool:
+    """Return whether a name is that of a local folder for transformers, with its config."""
+    path = zoo.resolve(Path(name))
+    return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
 
 
 def _load_pretrained(name: str) -> "CausalLM | MaskedLM":
@@ -247,9 +283,10 @@ def load_pretrained_model(name: str) -> PretrainedModel:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    if _is_pretrained(name):
-        return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
-    run = load(name)
+    place = _downloaded(name)
+    if _is_pretrained(place):
+        return PretrainedModel(name=name, model=_load_pretrained(place), format=None)
+    run = load(place)
     return PretrainedModel(
         name=name, model=run.model, format=run.format, class_names=run.class_names
     )

@@ -1,8 +1,9 @@
 """The interface of input formats: how raw input becomes a model's input."""
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Format:
@@ -19,3 +20,20 @@ class Format:
     def save(self, folder: Path) -> None:
         """Write the files that reading input requires besides this config, if any."""
         del folder
+
+
+@dataclass(frozen=True)
+class UnknownFormat(Format):
+    """The format of a model that was saved without one."""
+
+    def model_input(self, inputs: Any) -> Any:
+        """Raise ValueError.
+
+        Raises:
+            ValueError: Always.
+        """
+        del inputs
+        raise ValueError(
+            "the model was saved without its input format; convert inputs yourself, or pass format "
+            "to save_pretrained"
+        )

@@ -460,7 +460,7 @@ class TextFormat(Format):
         if self.tokenizer == BYTES:
             return
         place = folder / TOKENIZER
-        load_tokenizer(self.tokenizer).save(place)
+        self._opened.save(place)
         (place / CHECKSUMS).unlink(missing_ok=True)
         text = to_json(digests(place))
         write_text_atomically(place / CHECKSUMS, text)

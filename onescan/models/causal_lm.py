@@ -14,6 +14,7 @@ from onescan.checks import check_whole
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.decoding_graph import DecodingGraph
+from onescan.models.pretrained import Pretrained
 from onescan.models.token_network import NetworkState, TokenNetwork, TokenNetworkConfig
 from onescan.ops.collectives import last_token
 from onescan.ops.packing import Packing
@@ -105,7 +106,7 @@ class Sampling:
         return torch.zeros_like(shares).scatter(1, ids, shares)
 
 
-class CausalLM(nn.Module):
+class CausalLM(Pretrained, nn.Module):
     """TokenNetwork -> linear output layer, which may share the embedding's weights.
 
     >>> model = CausalLMConfig(vocab_size=11, width=24, depth=1, mixer=LightNetMixerConfig(

@@ -24,6 +24,7 @@ from onescan.layers.position import PositionConfig, ToeplitzPositionConfig
 from onescan.layers.stack import apply_blocks, build_blocks
 from onescan.layers.tokens import Patchify, Unpatchify, check_sizes
 from onescan.messages import named_type
+from onescan.models.pretrained import Pretrained
 from onescan.ops.parallel import is_first_rank
 from onescan.shapes import DenoiserOutput, Grid, Grids, Labels, Timesteps
 
@@ -105,7 +106,7 @@ class DenoiserConfig(ModelConfig):
         return image, torch.zeros(1), label
 
 
-class Denoiser(nn.Module):
+class Denoiser(Pretrained, nn.Module):
     """Patches -> position encoding -> blocks -> patches, given a timestep and a class.
 
     The condition is added as two tokens before the patches, which matches LightNet's published

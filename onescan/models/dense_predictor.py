@@ -15,6 +15,7 @@ from onescan.layers.position import PositionConfig, ToeplitzPositionConfig, chec
 from onescan.layers.pyramid import PyramidDecoder
 from onescan.layers.stack import apply_blocks, build_blocks
 from onescan.layers.tokens import Patchify, Unpatchify, check_sizes, masked_grid, masked_pixels
+from onescan.models.pretrained import Pretrained
 from onescan.ops.parallel import refuse_group, sequence_group
 from onescan.shapes import Grid, GridFeatures, GridKeep, GridOutputs, Grids, Hidden
 
@@ -96,7 +97,7 @@ class DensePredictorConfig(ModelConfig):
         return (torch.zeros(1, self.channels, *self.image_size),)
 
 
-class DensePredictor(nn.Module):
+class DensePredictor(Pretrained, nn.Module):
     """Patches -> position encoding -> blocks -> norm -> decoder.
 
     Modules up to the norm have the names of `ImageClassifier`, whose weights they can load.

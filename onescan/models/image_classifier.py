@@ -31,6 +31,7 @@ from onescan.layers.tokens import (
     prefix_token,
 )
 from onescan.messages import named_type
+from onescan.models.pretrained import Pretrained
 from onescan.ops.parallel import is_first_rank, sequence_group
 from onescan.ops.toeplitz_position import ToeplitzState
 from onescan.shapes import Grid, GridFeatures, GridKeep, Grids, Hidden, Keep, Logits, Pooled
@@ -142,7 +143,7 @@ class StreamState(NamedTuple):
     frame_shape: tuple[int, ...]
 
 
-class ImageClassifier(nn.Module):
+class ImageClassifier(Pretrained, nn.Module):
     """Patches -> position encoding -> blocks -> pool -> head, as in LightNet, Fig. 3.
 
     >>> model = ImageClassifierConfig(width=48, depth=2, num_classes=10).build()

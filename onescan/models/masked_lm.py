@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_shapes
 from onescan.layers.basic import build_norm
+from onescan.models.pretrained import Pretrained
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.ops.packing import Packing
 from onescan.shapes import Hidden, Keep, ReadOutLogits, TokenIndices, TokenLogits, TokenMask, Tokens
@@ -35,7 +36,7 @@ class MaskedLMConfig(TextEncoderConfig):
         return MaskedLM(self)
 
 
-class MaskedLM(nn.Module):
+class MaskedLM(Pretrained, nn.Module):
     """TokenNetwork -> head.
 
     >>> import torch

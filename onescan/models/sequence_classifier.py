@@ -8,6 +8,7 @@ from torch import nn
 
 from onescan.checks import check_choice, check_positive
 from onescan.layers.tokens import AttentionPool, first_token, max_pool, mean_pool
+from onescan.models.pretrained import Pretrained
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
 from onescan.shapes import Hidden, Keep, Logits, Pooled, Tokens
 
@@ -44,7 +45,7 @@ class SequenceClassifierConfig(TextEncoderConfig):
         return SequenceClassifier(self)
 
 
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(Pretrained, nn.Module):
     """TokenNetwork -> head.
 
     >>> model = SequenceClassifierConfig(vocab_size=11, width=24, depth=1).build()

@@ -22,6 +22,7 @@ from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.messages import named_type
+from onescan.models.pretrained import Pretrained
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.parallel import without_group
@@ -113,7 +114,7 @@ class DecoderLayer(nn.Module):
         return x + self.attention(self.norm(x), memory), state
 
 
-class SequenceDecoder(nn.Module):
+class SequenceDecoder(Pretrained, nn.Module):
     """Embedding + position encoding -> layers -> norm -> linear output layer.
 
     Source: LDN, arXiv:2502.12381, Sec. 3.6, which does not describe its "dedicated decoding module"

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from test_transformers_images import PRESETS, built
 from tiny_language_models import BOTH, CAUSAL, VOCABULARY, causal, ids
 from tiny_language_models import SMALL as SMALL_TEXT
@@ -16,6 +18,7 @@ from transformers import (
     UperNetForSemanticSegmentation,
 )
 
+import onescan
 from onescan.integrations.transformers import (
     OnescanBackbone,
     OnescanImageConfig,
@@ -161,3 +164,24 @@ def test_a_segmenter_uses_a_backbone():
     out.loss.backward()
     patches = model.backbone.get_input_embeddings()
     assert all(p.grad.abs().sum() > 0 for p in patches.parameters())
+
+
+@pytest.mark.parametrize("head", ["lm", "classifier", "tokens"])
+def test_the_base_model_ignores_heads_only(head, tmp_path):
+    kind = {
+        "lm": transformers.AutoModelForMaskedLM,
+        "classifier": transformers.AutoModelForSequenceClassification,
+        "tokens": AutoModelForTokenClassification,
+    }[head]
+    to_transformers(onescan.build("lightnet_mlm_base", **SMALL_TEXT)).save_pretrained(
+        tmp_path / "a"
+    )
+    kind.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    _, info = transformers.AutoModel.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["model.network.other"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
+    _, info = transformers.AutoModel.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert len(info["unexpected_keys"]) == 1

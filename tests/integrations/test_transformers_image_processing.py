@@ -154,3 +154,10 @@ def test_the_processor_refuses_images_without_pixels():
         processor([])
     with pytest.raises(ValueError, match="expected the keys 'height' and 'width'"):
         OnescanImageProcessor(size={"shortest_edge": 2})
+
+
+def test_steps_that_cannot_be_changed_are_named():
+    OnescanImageProcessor(resample=3, rescale_factor=1 / 255)
+    for name, value in (("resample", 2), ("rescale_factor", 1 / 127.5)):
+        with pytest.raises(ValueError, match=f"{name} is .*it cannot be changed"):
+            OnescanImageProcessor(**{name: value})

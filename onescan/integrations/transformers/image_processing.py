@@ -1,5 +1,6 @@
 """An image processor with the interface of transformers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from transformers.image_utils import ChannelDimension, make_flat_list_of_images
 
 from onescan.inputs.image_files import Pixels
 from onescan.inputs.images import ImageFormat, check_unit_range, native_type, unit_pixels
+
+# What all images go through: bicubic interpolation, and pixels from 0 to 1.
+STEPS = {"resample": float(Image.Resampling.BICUBIC), "rescale_factor": 1 / 255}
 
 
 class OnescanImageProcessor(BaseImageProcessor):
@@ -49,6 +53,10 @@ class OnescanImageProcessor(BaseImageProcessor):
         for step in ("do_resize", "do_rescale", "do_normalize"):
             if not options.pop(step, True):
                 raise ValueError(f"{step} is False, expected True: the model needs this step")
+        for name, actual in STEPS.items():
+            value = options.pop(name, None)
+            if value is not None and not math.isclose(value, actual):
+                raise ValueError(f"{name} is {value}, expected {actual:.8g}: it cannot be changed")
         super().__init__(**options)
         self.size = {"height": 224, "width": 224} if size is None else dict(size)
         if not {"height", "width"} <= set(self.size):

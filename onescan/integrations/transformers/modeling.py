@@ -215,12 +215,16 @@ class OnescanModel(PreTrainedModel):
         return [module for module in self.modules() if isinstance(module, Block)]
 
 
+HEADS = [r"^lm_head\.", r"^classifier\.", r"^qa_outputs\."]  # of models that contain a text model
+
+
 class OnescanTextModel(OnescanModel):
     """A `TokenNetwork`: one vector per token."""
 
     config_class = OnescanTextConfig
     native_config: ClassVar[type[ModelConfig]] = CausalLMConfig
     network: TokenNetwork
+    _keys_to_ignore_on_load_unexpected = HEADS
 
     def build_native(self) -> nn.Module:
         config = self.config.to_onescan(CausalLMConfig)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onescan import zoo
-from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
+from onescan.checkpoint.hub import download, is_hub_name
+from onescan.checks import in_a_line
 from onescan.configs import ModelConfig
 from onescan.messages import named_type
 
 CONFIG, SUFFIX = "config.json", ".safetensors"
-DOWNLOADED = ("*.json", f"*{SUFFIX}", "*.txt", "*.model")  # files that are read from the hub
 SHARD = re.compile(rf".*-\d+-of-0*[1-9]\d*{re.escape(SUFFIX)}")
 PIPELINE = "transformer"  # folder of the denoiser in a pipeline of diffusers
 
@@ -214,17 +214,9 @@ def find(source: str | Path) -> Path:
         )
     path = zoo.resolve(Path(source))
     if not path.exists():
-        if not re.fullmatch(HUB_NAME, str(source)):
+        if not is_hub_name(source):
             raise FileNotFoundError(f"there is no file or folder {source}")
-        from huggingface_hub import snapshot_download
-
-        try:
-            path = Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED)))
-        except LOAD_ERRORS as error:
-            raise ValueError(
-                f"source {str(source)!r} is neither a local path nor can it be downloaded: "
-                f"{in_a_line(error)}"
-            ) from error
+        path = download(str(source))
     if path.is_dir() and not (path / CONFIG).is_file() and (path / PIPELINE / CONFIG).is_file():
         return path / PIPELINE
     return path

@@ -1,0 +1,113 @@
+"""Folders on the Hugging Face Hub: download them without any code, and upload them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
+from onescan.messages import missing_package
+
+# What is read from the hub: configs, weights, tokenizers and model cards, in any folder. Code and
+# pickled files are never downloaded.
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md")
+
+
+def is_hub_name(name: Any) -> bool:
+    """Return whether a name may be one of a model on the hub.
+
+    >>> is_hub_name("user/model"), is_hub_name("gpt2"), is_hub_name("runs/digits/seed-0")
+    (True, True, False)
+    """
+    return re.fullmatch(HUB_NAME, str(name)) is not None
+
+
+def download(
+    name: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """Download a model from the hub, or find it in the cache, and return its folder.
+
+    Args:
+        name: Name, such as "user/model".
+        revision: Branch, tag or commit.
+        token: Access token; by default the saved one, if any.
+        cache_dir: Folder of the cache; by default that of huggingface_hub.
+
+    Raises:
+        FileNotFoundError: If it cannot be downloaded, for example without a network.
+        ImportError: If huggingface_hub is not installed.
+    """
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        what = f"there is no folder {name!r}; downloading a model of this name"
+        raise missing_package(what, "huggingface_hub", "text") from error
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            allow_patterns=list(DOWNLOADED),
+        )
+    except LOAD_ERRORS as error:
+        if isinstance(error, errors.RevisionNotFoundError):
+            reason = f"it has no revision {revision!r}"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            reason = "there is no such model on the hub, or you have no access to it"
+        else:
+            reason = in_a_line(error)
+        raise FileNotFoundError(
+            f"there is no folder {name!r}, and no model of this name can be downloaded from the "
+            f"Hugging Face Hub: {reason}"
+        ) from error
+    return Path(folder)
+
+
+def upload(
+    folder: Path,
+    name: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model",
+) -> str:
+    """Upload a folder to the hub; the repository is created if it does not exist.
+
+    Args:
+        folder: Folder with the files.
+        name: Name of the repository, such as "user/model".
+        private: Whether a new repository is private; None uses the default of the user.
+        token: Access token; by default the saved one.
+        revision: Branch; by default main.
+        commit_message: Summary of the commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: If the name is not one of the hub.
+        ImportError: If huggingface_hub is not installed.
+        OSError: If the upload fails.
+    """
+    if not is_hub_name(name):
+        raise ValueError(f"repo_id is {name!r}, expected a name such as 'user/model'")
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise missing_package("push_to_hub", "huggingface_hub", "text") from error
+    api = HfApi(token=token)
+    repository = api.create_repo(name, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repository.repo_id,
+        folder_path=folder,
+        commit_message=commit_message,
+        revision=revision,
+    )
+    return str(commit)

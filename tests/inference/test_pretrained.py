@@ -1,0 +1,241 @@
+"""from_pretrained, save_pretrained, push_to_hub and the Hugging Face Hub, without a network."""
+
+import shutil
+import time
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import RepositoryNotFoundError
+
+import onescan
+from onescan.checkpoint.hub import DOWNLOADED
+from onescan.inference.loading import load_language_model, load_pretrained_model
+from onescan.inputs import ImageFormat
+
+FORMAT = ImageFormat(channels=3, height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def models():
+    image = {"image_size": (8, 8), "patch_size": (4, 4), "width": 12, "depth": 1}
+    heads = {"mixer.num_heads": 2}
+    text = {"vocab_size": 11, "width": 12, "depth": 1} | heads
+    mixer = onescan.preset("lightnet_tiny", **heads).mixer
+    return {
+        "ImageClassifier": onescan.build("lightnet_tiny", num_classes=3, **image, **heads),
+        "CausalLM": onescan.build("lightnet_lm_45m", **text),
+        "MaskedLM": onescan.build("lightnet_mlm_base", **text),
+        "SequenceClassifier": onescan.SequenceClassifierConfig(
+            vocab_size=11, width=12, depth=1, mixer=mixer
+        ).build(),
+        "DensePredictor": onescan.DensePredictorConfig(**image, mixer=mixer).build(),
+        "Denoiser": onescan.DenoiserConfig(**image, mixer=mixer).build(),
+    }
+
+
+MODELS = models()
+
+
+def classifier():
+    return MODELS["ImageClassifier"]
+
+
+def same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub whose repositories are folders, which notes what is downloaded and created."""
+    root, calls = tmp_path / "hub", []
+    root.mkdir()
+
+    def snapshot_download(name, *, revision, token, cache_dir, allow_patterns):
+        calls.append((name, revision, token, cache_dir))
+        source = root / name
+        if not source.is_dir():
+            import httpx2 as httpx  # the client of huggingface_hub
+
+            response = httpx.Response(404, request=httpx.Request("GET", "https://hub/x"))
+            raise RepositoryNotFoundError("404 Client Error", response=response)
+        folder = tmp_path / "cache" / name
+        ignored = shutil.ignore_patterns("*.py", "*.bin", "*.pkl")
+        assert not {"*.py", "*.bin", "*"} & set(allow_patterns)
+        shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+        return str(folder)
+
+    class Api:
+        def __init__(self, token=None):
+            calls.append(("token", token))
+
+        def create_repo(self, name, *, private, exist_ok):
+            calls.append(("create", name, private, exist_ok))
+            (root / name).mkdir(parents=True, exist_ok=True)
+            return type("Url", (), {"repo_id": name})()
+
+        def create_branch(self, name, *, branch, exist_ok):
+            calls.append(("branch", name, branch))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message, revision):
+            calls.append(("upload", repo_id, commit_message, revision))
+            shutil.copytree(folder_path, root / repo_id, dirs_exist_ok=True)
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return root, calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_saved_and_loaded(name, tmp_path):
+    model = MODELS[name]
+    model.save_pretrained(tmp_path / "m")
+    restored = type(model).from_pretrained(tmp_path / "m")
+    assert type(restored).__name__ == name
+    assert not restored.training
+    assert same(restored, model)
+    assert restored.config == model.config
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert f"onescan.{name}.from_pretrained" in card
+    assert "library_name: onescan" in card
+    assert same(onescan.load(tmp_path / "m").model, model)
+
+
+def test_formats_and_class_names_are_saved(tmp_path):
+    names = ("cat", "dog", "owl")
+    classifier().save_pretrained(tmp_path / "m", format=FORMAT, class_names=names)
+    loaded = onescan.load(tmp_path / "m")
+    assert loaded.class_names == names
+    images = torch.rand(2, 3, 8, 8)
+    assert torch.equal(loaded.format.model_input(images), FORMAT.model_input(images))
+    assert loaded.metrics == {}
+
+
+def test_a_trained_model_is_saved_again(tmp_path):
+    loaded = onescan.load("zoo/shakespeare_lightnet")
+    loaded.model.save_pretrained(tmp_path / "m", format=loaded.format)
+    again = onescan.load(tmp_path / "m")
+    assert same(again.model, loaded.model)
+    tokens, _ = again.format.model_input(["To be"])
+    assert torch.equal(tokens, loaded.format.model_input(["To be"])[0])
+    model, tokenizer = load_language_model(str(tmp_path / "m"))
+    assert same(model, loaded.model)
+    assert tokenizer.decode(tokens[0].tolist()) == "To be"
+
+
+def test_without_a_format_inputs_are_not_converted(tmp_path):
+    classifier().save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="saved without its input format"):
+        onescan.load(tmp_path / "m").format.model_input(torch.rand(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ({"format": "image"}, "format is a str, expected a Format"),
+        ({"target": 3}, "target is an int, expected a Target"),
+        ({"class_names": "cat"}, "class_names"),
+        ({"class_names": [1]}, "class_names"),
+    ],
+)
+def test_wrong_details_are_named(details, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        classifier().save_pretrained(tmp_path / "m", **details)
+    assert not (tmp_path / "m").exists()
+
+
+def test_folders_are_not_overwritten(tmp_path):
+    (tmp_path / "empty").mkdir()
+    classifier().save_pretrained(tmp_path / "empty")
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        classifier().save_pretrained(tmp_path / "empty")
+
+
+def test_another_class_is_named(tmp_path):
+    classifier().save_pretrained(tmp_path / "m")
+    with pytest.raises(ValueError, match="holds an ImageClassifier, expected CausalLM"):
+        onescan.CausalLM.from_pretrained(tmp_path / "m")
+    with pytest.raises(FileNotFoundError, match="there is no run"):
+        onescan.CausalLM.from_pretrained(tmp_path / "nothing")
+
+
+def test_models_go_to_the_hub_and_back(hub):
+    root, calls = hub
+    address = classifier().push_to_hub(
+        "user/model", private=True, token="secret", commit_message="First", format=FORMAT
+    )
+    assert address == "https://hub/user/model/commit/1"
+    assert ("create", "user/model", True, True) in calls
+    assert ("upload", "user/model", "First", None) in calls
+    assert ("token", "secret") in calls
+    (root / "user" / "model" / "evil.py").write_text("raise SystemExit")
+    options = {"revision": "v1", "token": "t", "cache_dir": "c"}
+    restored = onescan.ImageClassifier.from_pretrained("user/model", **options)
+    assert calls[-1] == ("user/model", "v1", "t", "c")
+    assert same(restored, classifier())
+    loaded = onescan.load("user/model")
+    assert same(loaded.model, classifier())
+    assert loaded.format.model_input(torch.rand(1, 3, 8, 8)).shape == (1, 3, 8, 8)
+
+
+def test_a_revision_is_a_branch_that_is_created(hub):
+    _, calls = hub
+    classifier().push_to_hub("user/model", revision="v2")
+    assert ("branch", "user/model", "v2") in calls
+    assert ("upload", "user/model", "Upload model", "v2") in calls
+
+
+def test_language_models_of_the_hub_may_be_runs_or_of_transformers(hub):
+    from onescan.integrations.transformers import to_transformers
+
+    root, _ = hub
+    loaded = onescan.load("zoo/shakespeare_lightnet")
+    loaded.model.push_to_hub("user/run", format=loaded.format)
+    to_transformers(loaded.model).save_pretrained(root / "user" / "hf")
+    assert same(load_language_model("user/run")[0], loaded.model)
+    for name in ("user/run", "user/hf"):
+        assert same(load_pretrained_model(name).model, loaded.model)
+
+
+def test_damage_on_the_hub_is_noticed(hub):
+    root, _ = hub
+    classifier().push_to_hub("user/model")
+    file = root / "user" / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors.*checksum"):
+        onescan.load("user/model")
+
+
+def test_local_paths_win(hub, tmp_path, monkeypatch):
+    _, calls = hub
+    monkeypatch.chdir(tmp_path)
+    classifier().save_pretrained("user/model")
+    assert same(onescan.load("user/model").model, classifier())
+    assert calls == []
+
+
+def test_a_model_that_is_not_on_the_hub_is_named(hub):
+    with pytest.raises(FileNotFoundError, match=r"no folder 'user/none'.*no such model on the hub"):
+        onescan.load("user/none")
+    with pytest.raises(ValueError, match="repo_id is 'a/b/c'"):
+        classifier().push_to_hub("a/b/c")
+
+
+def test_without_a_network_loading_fails_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    begin = time.perf_counter()
+    with pytest.raises(FileNotFoundError, match="there is no folder 'user/none'") as caught:
+        onescan.load("user/none")
+    assert time.perf_counter() - begin < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_code_and_pickles_are_not_downloaded():
+    from fnmatch import fnmatch
+
+    for name in ("model.py", "x/model.py", "pytorch_model.bin", "a.pt", "a.pkl", "a.ckpt", "a.npz"):
+        assert not any(fnmatch(name, pattern) for pattern in DOWNLOADED)
