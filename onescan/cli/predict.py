@@ -111,16 +111,21 @@ def predict(argv: Argv) -> None:
         prediction = Prediction(given, [(names[i], row[i].item()) for i in chosen])
         predictions.append(prediction)
         echo(f"{printable(given)}: {printable(_described(prediction, checkpoint.target))}")
-    for message in unreadable[:MAX_SKIPPED]:
-        print(printable(f"skipped: {message}"), file=sys.stderr)
-    if len(unreadable) > MAX_SKIPPED:
-        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
+    print_skipped(unreadable)
     if not predictions:
         reason = f": {unreadable[0]}" if unreadable else ""
         what, places = "text" if of_texts else "image", ", ".join(options.inputs)
         raise ValueError(f"there is no readable {what} in {places}{reason}")
     column = "text" if of_texts else "path"
     _write(options.out, [_cells(each, column, kind) for each in predictions], "predictions")
+
+
+def print_skipped(unreadable: Sequence[str]) -> None:
+    """Print messages on inputs that cannot be read."""
+    for message in unreadable[:MAX_SKIPPED]:
+        print(printable(f"skipped: {message}"), file=sys.stderr)
+    if len(unreadable) > MAX_SKIPPED:
+        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
 
 
 def _check_out(out: str | None) -> None:
@@ -229,15 +234,41 @@ def _text_probabilities(
     Raises:
         ValueError: If a table does not exist or has no such column, or an argument is another file.
     """
-    from onescan.experiments.data.text.files import is_table, read_rows
-    from onescan.experiments.data.text_table import read_text
     from onescan.inference.classification import classify_texts
     from onescan.inputs import PairFormat
 
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
+    texts = read_texts(checkpoint, arguments, unreadable, column)
+    if texts:
+        encoder = checkpoint.format.open(checkpoint.folder)
+        yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
+
+
+def read_texts(
+    checkpoint: "TrainedModel | None",
+    arguments: Sequence[str],
+    unreadable: list[str],
+    column: str | None,
+) -> list[str]:
+    """Return texts that are given themselves or in tables.
+
+    Args:
+        checkpoint: The run of the model; None for one of another library.
+        arguments: Texts, and tables of texts.
+        unreadable: Messages on the rows that cannot be read are added to it.
+        column: Column of the texts in tables; None is that of the training data, or "text".
+
+    Raises:
+        ValueError: If a table does not exist or has no such column, or an argument is another file.
+    """
+    from onescan.experiments.data.text.files import is_table, read_rows
+    from onescan.experiments.data.text_table import read_text
+
     if column is None:
-        column = _data_setting(checkpoint, "text_column", default="text")
+        column = "text"
+        if checkpoint is not None:
+            column = _data_setting(checkpoint, "text_column", default=column)
     texts = []
     for argument in arguments:
         is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
@@ -258,9 +289,7 @@ def _text_probabilities(
                 texts.append(read_text(row, column))
             except ValueError as error:
                 unreadable.append(str(error))
-    if texts:
-        encoder = checkpoint.format.open(checkpoint.folder)
-        yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
+    return texts
 
 
 def _exists(argument: str) -> bool:

@@ -193,8 +193,8 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
-    name = _downloaded(name)
-    if _is_pretrained(name):
+    name = downloaded(name)
+    if is_pretrained(name):
         try:
             model = _load_pretrained(name)  # first, because its errors name what the folder holds
         except ImportError:
@@ -226,8 +226,8 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     """
     from onescan.inputs.tokenizer import TextFormat
 
-    name = _downloaded(name)
-    if _is_pretrained(name):
+    name = downloaded(name)
+    if is_pretrained(name):
         model, tokenizer = load_language_model(name)
         return model.config, tokenizer
     folder, _, _, header = _read(name)
@@ -236,7 +236,7 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     return header.run.model, header.format.open(folder)
 
 
-def _downloaded(name: str) -> str:
+def downloaded(name: str) -> str:
     """Return the name of a local path, or the folder of a model that is downloaded from the hub."""
     path = zoo.resolve(Path(name))
     if path.exists() or not is_hub_name(name):
@@ -244,7 +244,7 @@ def _downloaded(name: str) -> str:
     return str(download(name))
 
 
-def _is_pretrained(name: str) -> bool:
+def is_pretrained(name: str) -> bool:
     """Return whether a name is that of a local folder for transformers, with its config."""
     path = zoo.resolve(Path(name))
     return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
@@ -283,8 +283,8 @@ def load_pretrained_model(name: str) -> PretrainedModel:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    place = _downloaded(name)
-    if _is_pretrained(place):
+    place = downloaded(name)
+    if is_pretrained(place):
         return PretrainedModel(name=name, model=_load_pretrained(place), format=None)
     run = load(place)
     return PretrainedModel(
