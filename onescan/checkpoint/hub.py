@@ -21,6 +21,25 @@ def is_hub_name(name: Any) -> bool:
     return re.fullmatch(HUB_NAME, str(name)) is not None
 
 
+def find_folder(name: Any, **options: Any) -> Path:
+    """Return a local path, or download the model of this name.
+
+    Args:
+        name: Path, or name on the hub.
+        options: Options of `download`.
+
+    Raises:
+        FileNotFoundError: If there is no such path, and it cannot be downloaded.
+        ImportError: If huggingface_hub is needed and not installed.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if not is_hub_name(name):
+        raise FileNotFoundError(f"there is no folder {str(name)!r}")
+    return download(str(name), **options)
+
+
 def download(
     name: str,
     *,

@@ -121,7 +121,7 @@ def test_models_without_replaced_attention_are_refused(tmp_path):
     build(BERT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model_type is 'bert'.*not written by save_linearized"):
         load_linearized(tmp_path)
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         load_linearized(tmp_path / "nothing")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import write_atomically, write_text_atomically
+from onescan.checkpoint.hub import find_folder
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, in_a_line
 from onescan.experiments.data import DeitAugmentConfig, ImageDatasetConfig, derive_seed
 from onescan.experiments.data.text import TextDatasetConfig
@@ -85,6 +86,7 @@ def linearize_folder(
     Raises:
         ValueError: If the model or the data cannot be read, or they do not belong together.
         FileExistsError: If the output folder exists.
+        FileNotFoundError: If there is no such model.
     """
     check_positive(batch_size=config.batch_size)
     if config.length is not None:
@@ -92,6 +94,7 @@ def linearize_folder(
     options = _options(config)
     if out.exists():
         raise FileExistsError(f"{out} exists, expected a new folder")
+    source = str(find_folder(source))
     model, processor = _load(source)
     torch.manual_seed(derive_seed(config.seed, "model"))
     model.to(device)

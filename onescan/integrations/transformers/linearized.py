@@ -13,6 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from onescan.checkpoint.files import write_text_atomically
+from onescan.checkpoint.hub import find_folder
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.messages import named_type
 from onescan.nn.replace import describe_replacements, repeat_replacements
@@ -112,20 +113,22 @@ def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any)
         options: Options of ``from_pretrained``, such as dtype or num_labels.
 
     Raises:
-        ValueError: If there is no such folder, or its config or weights are damaged or missing.
+        FileNotFoundError: If there is no such folder, and it cannot be downloaded.
+        ValueError: If its config or weights are damaged or missing.
     """
-    hub = {k: options[k] for k in ("revision", "token", "cache_dir") if k in options}
+    hub = {k: options.pop(k) for k in ("revision", "token", "cache_dir") if k in options}
+    folder = find_folder(name, **hub)
     try:
         config: Any = options.pop("config", None)
         if config is None:
-            config, options = _read_config(name, options)
+            config, options = _read_config(folder, options)
         base_config = config.to_base()
         kind: Any = _linearized(
             _class_of(config, base_config, auto_class), config.onescan_attention
         )
-        options |= hub | {"use_safetensors": True, "trust_remote_code": False}
+        options |= {"use_safetensors": True, "trust_remote_code": False}
         model, info = kind.from_pretrained(
-            name, config=base_config, output_loading_info=True, **options
+            folder, config=base_config, output_loading_info=True, **options
         )
     except (ValueError, *LOAD_ERRORS) as error:
         raise ValueError(f"{str(name)!r} cannot be loaded: {in_a_line(error)}") from error
@@ -135,9 +138,9 @@ def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any)
     return model
 
 
-def _read_config(name: Any, options: Any) -> tuple[OnescanLinearizedConfig, dict[str, Any]]:
-    """Return the config of a folder or hub name, and the options that are not for the config."""
-    fields, options = PreTrainedConfig.get_config_dict(name, **options)
+def _read_config(folder: Path, options: Any) -> tuple[OnescanLinearizedConfig, dict[str, Any]]:
+    """Return the config of a folder, and the options that are not for the config."""
+    fields, options = PreTrainedConfig.get_config_dict(folder, **options)
     kind = fields.get("model_type")
     if kind != MODEL_TYPE:
         raise ValueError(
