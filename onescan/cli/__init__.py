@@ -13,6 +13,7 @@ from pathlib import Path
 
 from onescan import __version__
 from onescan.cli.convert import convert
+from onescan.cli.embed import embed
 from onescan.cli.evaluate import compare, evaluate, needle
 from onescan.cli.images import encode, sample
 from onescan.cli.options import HELP, HELP_ALL, RESUME, Argv, echo, name_flags
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[[Argv], None]] = {
     "evaluate": evaluate,
     "compare": compare,
     "predict": predict,
+    "embed": embed,
     "sample": sample,
     "generate": generate,
     "fill": fill,

@@ -165,7 +165,7 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
-    if _is_pretrained(name):
+    if is_pretrained(name):
         try:
             model = _load_pretrained(name)  # first, because its errors name what the folder holds
         except ImportError:
@@ -197,7 +197,7 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     """
     from onescan.inputs.tokenizer import TextFormat
 
-    if _is_pretrained(name):
+    if is_pretrained(name):
         model, tokenizer = load_language_model(name)
         return model.config, tokenizer
     folder, _, _, header = _read(name)
@@ -206,7 +206,7 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     return header.run.model, header.format.open(folder)
 
 
-def _is_pretrained(name: str) -> bool:
+def is_pretrained(name: str) -> bool:
     """Return whether a name is for transformers: a folder with its config, or a hub name."""
     path = zoo.resolve(Path(name))
     if path.exists():
@@ -247,7 +247,7 @@ def load_pretrained_model(name: str) -> PretrainedModel:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    if _is_pretrained(name):
+    if is_pretrained(name):
         return PretrainedModel(name=name, model=_load_pretrained(name), format=None)
     run = load(name)
     return PretrainedModel(
