@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pages import python_block
 from PIL import Image
 from tiny_language_models import BOTH, SMALL
 from tiny_tokenizers import WORDS, word_tokenizer
 from torch.testing import assert_close
 
+import onescan
 from onescan.cli import main
 from onescan.inference import loading
 from onescan.inference.embedding import embed
@@ -178,6 +180,22 @@ def test_a_failure_keeps_the_last_file():
     assert main(["embed", "no.txt", "--model", LM, "--out", "vectors.npz"]) == 2
     assert Path("vectors.npz").read_bytes() == before
     assert list(Path().iterdir()) == [Path("vectors.npz")]
+
+
+def test_the_examples_of_the_page_run(capsys, monkeypatch):
+    Path("texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    for given, name in (("texts.txt", "texts.npz"), ("A horse! A horse? A", "query.npz")):
+        assert main(["embed", given, "--model", LM, "--normalize", "--out", name]) == 0
+    capsys.readouterr()
+    exec(python_block("embeddings.md", "argsort"), {})  # noqa: S102
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("  texts.txt, line 2")
+    source = classifier()
+    monkeypatch.setattr(onescan, "load", lambda _: source)
+    names = {"onescan": onescan, "embed": embed}
+    exec(python_block("embeddings.md", 'onescan.load("RUN")'), names)  # noqa: S102
+    assert names["vectors"].shape == (2, 24)
 
 
 # Images
