@@ -62,7 +62,7 @@ def embed(
         normalize: Whether to divide each vector by its length.
         batch_size: Texts or images per batch; affects memory, and results only by rounding.
         truncate: Whether to leave out the end of texts that are longer than the model reads: than
-            the length of a text classifier's training data, or the number of learned positions.
+            `data.length` of a text classifier's run, or the number of absolute positions.
 
     Returns:
         Vectors on the CPU, in the order of the inputs.

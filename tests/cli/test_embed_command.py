@@ -174,10 +174,16 @@ def test_the_input_is_not_overwritten(capsys):
     assert Path("x.npz").read_bytes() == before
 
 
-def test_a_failure_keeps_the_last_file():
+def test_a_failed_write_keeps_the_last_file(monkeypatch, capsys):
+    def fail(file, **_arrays):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
     run("a text", "--model", LM)
     before = Path("vectors.npz").read_bytes()
-    assert main(["embed", "no.txt", "--model", LM, "--out", "vectors.npz"]) == 2
+    monkeypatch.setattr(np, "savez", fail)
+    assert main(["embed", "another", "--model", LM, "--out", "vectors.npz"]) == 1
+    assert "no space left on device" in capsys.readouterr().err
     assert Path("vectors.npz").read_bytes() == before
     assert list(Path().iterdir()) == [Path("vectors.npz")]
 
@@ -191,7 +197,7 @@ def test_the_examples_of_the_page_run(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[0].endswith("  texts.txt, line 2")
-    source = classifier()
+    source = classifier(length=32)
     monkeypatch.setattr(onescan, "load", lambda _: source)
     names = {"onescan": onescan, "embed": embed}
     exec(python_block("embeddings.md", 'onescan.load("RUN")'), names)  # noqa: S102
