@@ -111,7 +111,8 @@ endif
 $(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt
 	@rm -f $@
 	$(INTEGRATIONS)/bin/python -m pip install -c constraints-integrations.txt \
-		-e '.[generation,text,timm]' pytest hypothesis beartype peft trl bitsandbytes torchao sentence-transformers
+		-e '.[generation,text,timm]' pytest hypothesis beartype peft trl bitsandbytes torchao \
+		sentence-transformers
 	@printf '%s' '$(CURDIR)' > $@
 
 # One environment per Triton version, with nothing but Triton: TRITON=3.6.0 selects another one. The

@@ -1,167 +1,194 @@
-"""The command that computes one vector per text or image: embed."""
+"""The command that computes vectors of texts and images: embed."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from onescan.cli.options import Argv, Device, Imports, echo, import_files, parse
-from onescan.cli.predict import images_at, print_skipped, read_texts
+from onescan.cli.options import Argv, Compute, Device, Imports, echo, import_files, parse
+from onescan.cli.readers import (
+    GivenText,
+    data_setting,
+    nothing_readable,
+    read_grids,
+    read_texts,
+    report_skipped,
+)
 from onescan.messages import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from onescan.inference.loading import Checkpoint
+    from onescan.inference.embedding import Source
+    from onescan.inputs.pairs import PairEncoder
 
-LINES = ".txt"
+    Example = tuple[Tensor, Tensor | None]  # values, and which of them are real
+
+VECTOR_FILE = ".npz"
+Settings = dict[str, Any]  # pooling and normalize
 
 
 def embed(argv: Argv) -> None:
-    """Compute one vector per text or image, for search, clustering or a classifier on top.
-
-    The output file contains the array vectors, of shape [N, width] in float32, and names: the paths
-    of images, or the texts.
-    """
+    """Compute one vector per text or image, for search or clustering."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT...")]
-        """For texts: .txt files with one text per line, tables (.csv, .tsv, .jsonl, .ndjson, .json
-        or .parquet), and texts in quotes. For images: files, and folders, whose images are found at
-        any depth and skipped if they cannot be read."""
-        model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
+        inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE...")]
+        """For language models and text classifiers: .txt files with one text per line, tables
+        (.csv, .tsv, .jsonl, .ndjson, .json or .parquet), and texts in quotes. Empty lines and
+        unreadable rows are skipped. For image classifiers: files of any size, and folders, whose
+        images are found at any depth and skipped if they cannot be read. For classifiers of arrays:
+        .npz files with an array x, and .npy files."""
+        model: Annotated[str, tyro.conf.arg(metavar="RUN")]
         """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder or hub name
-        of a language model."""
-        out: Annotated[Path, tyro.conf.arg(metavar="FILE.npz")]
-        """Output file."""
-        pooling: Literal["mean", "last"] = "mean"
-        """Vector of a text: the mean of its tokens, or the last token, for causal models."""
+        of a language model of transformers."""
+        out: Annotated[str, tyro.conf.arg(metavar="FILE.npz")]
+        """File to write. It contains two arrays: vectors, of shape [N, width] in float32, and
+        names: the path of each image, the file and row of each array, or the file and line of each
+        text."""
+        pooling: str | None = None
+        """mean: mean over all tokens of a text, special tokens included, or all patches of an
+        image. head: what the head of a classifier reads. last: last token of a text. class_token:
+        class token of an image, or first token of a text, such as [CLS]. By default mean for texts
+        and head for images."""
         normalize: bool = False
-        """Scale each vector to length 1, so that dot products are cosine similarities."""
-        text_column: str | None = None
-        """Column of the texts in tables; by default that of the training data, or text."""
+        """Divide each vector by its length, so that dot products are cosine similarities."""
         batch_size: int = 64
         """Texts or images per batch; affects memory, and results only by rounding."""
+        text_column: str | None = None
+        """Column of the texts in tables; by default that of the training data, or text."""
         device: Device = "auto"
+        compute: Compute
         imports: Imports = ()
 
     options = parse(Options, embed, argv)
+    out = Path(options.out)
     if not options.inputs:
-        raise ValueError("inputs is empty, expected at least one text, table, image or folder")
-    if options.out.suffix != ".npz":
-        raise ValueError(f"out is '{options.out}', expected a name ending in .npz")
-    if options.batch_size < 1:
-        raise ValueError(f"batch_size is {options.batch_size}, expected at least 1")
+        raise ValueError("inputs is empty, expected at least one text, file or folder")
+    if out.suffix != VECTOR_FILE:
+        raise ValueError(f"out is {options.out!r}, expected a name ending in {VECTOR_FILE}")
+    if any(out.absolute() == Path(path).absolute() for path in options.inputs):
+        raise ValueError(f"out is {options.out!r}, which is an input, expected another name")
     import numpy as np
     import torch
 
     from onescan.checkpoint.files import write_atomically
+    from onescan.checks import check_whole
     from onescan.experiments.training.distributed import Ranks, choose_device
-    from onescan.inference.embedding import embed_images, embed_texts, encode_texts
-    from onescan.inputs import ImageFormat
+    from onescan.inference.embedding import choose_pooling, model_of, text_encoder
 
+    check_whole(1, batch_size=options.batch_size)
     import_files(options.imports)
     device = choose_device(options.device, Ranks())
-    checkpoint, model, encoder = _load(options.model)
-    model.to(device)
+    source = _load(options.model)
+    model, encoder = model_of(source).to(device), text_encoder(source)
+    pooling = choose_pooling(model, encoder, options.pooling)
+    settings: Settings = {"pooling": pooling, "normalize": options.normalize}
     unreadable: list[str] = []
-    if checkpoint is not None and isinstance(checkpoint.format, ImageFormat):
-        names, parts = [], []
-        images = _images(checkpoint.format, options.inputs, unreadable)
-        while group := list(islice(images, options.batch_size)):
-            names += [name for name, _ in group]
-            batch = torch.stack([image for _, image in group])
-            parts.append(embed_images(model, batch, normalize=options.normalize))
-        vectors: Any = torch.cat(parts).float().numpy() if parts else None
-        what = "image"
-    else:
-        what, names = "text", _texts(checkpoint, options.inputs, options.text_column, unreadable)
-        vectors = None
-        if names:
-            encoded = encode_texts(model, encoder, names)
-            if encoded.truncated:
-                print(
-                    f"truncated: {plural(encoded.truncated, 'text')} longer than the model's input",
-                    file=sys.stderr,
-                )
-            vectors = embed_texts(
-                model,
-                encoded,
-                pooling=options.pooling,
-                normalize=options.normalize,
-                batch_size=options.batch_size,
-            )
-            vectors = vectors.float().numpy()
-    print_skipped(unreadable)
-    if vectors is None:
-        reason = f": {unreadable[0]}" if unreadable else ""
-        raise ValueError(f"there is no readable {what} in {', '.join(options.inputs)}{reason}")
+    with options.compute.applied():
+        if encoder is None:
+            examples = _examples(source, options.inputs, unreadable)
+            names, vectors = _grid_vectors(model, examples, options.batch_size, settings)
+        else:
+            column = options.text_column or _text_column(source)
+            texts = read_texts(options.inputs, column, unreadable, lines=True)
+            settings["batch_size"] = options.batch_size
+            names, vectors = _text_vectors(model, texts, encoder, settings)
+    report_skipped(unreadable)
+    if not names:
+        what = "image" if encoder is None else "text"
+        raise nothing_readable(what, options.inputs, unreadable)
+    arrays: Any = {"vectors": torch.cat(vectors).float().numpy(), "names": np.array(names)}
 
     def write(partial: Path) -> None:
-        with partial.open("wb") as file:
-            np.savez(file, vectors=vectors, names=np.array(names))
+        with partial.open("wb") as file:  # np.savez would add a suffix to a name
+            np.savez(file, **arrays)
 
-    write_atomically(options.out, write)
-    echo(f"{options.out}: {plural(len(vectors), 'vector')} of {vectors.shape[1]} numbers")
+    write_atomically(out, write)
+    echo(f"{out}: {plural(len(names), 'vector')} of width {arrays['vectors'].shape[1]}")
 
 
-def _load(name: str) -> "tuple[Checkpoint | None, Any, Any]":
-    """Return a run, if the name is one, its model, and the encoder of its texts, if any."""
-    from onescan.inference.loading import downloaded, is_pretrained, load, load_language_model
-    from onescan.inputs import ImageFormat, PairFormat, TextFormat
+def _load(name: str) -> "Source":
+    """Load a run, or a language model of transformers with its tokenizer."""
+    from onescan.inference import loading
 
-    name = downloaded(name)
-    if is_pretrained(name):
-        return None, *load_language_model(name)
-    checkpoint = load(name)
-    format = checkpoint.format
-    if isinstance(format, PairFormat | TextFormat):
-        return checkpoint, checkpoint.model, format.open(checkpoint.folder)
-    if not isinstance(format, ImageFormat):
-        raise ValueError(
-            f"{checkpoint.folder} was trained on {type(format).__name__}, expected a model of "
-            "texts or images"
+    name = loading.downloaded(name)
+    if loading.is_pretrained(name):
+        return loading.load_language_model(name)
+    return loading.load(name)
+
+
+def _text_column(source: "Source") -> str:
+    """Return the column of the texts in the training data, if it is known."""
+    return (
+        "text" if isinstance(source, tuple) else data_setting(source, "text_column", default="text")
+    )
+
+
+def _text_vectors(
+    model: Any, texts: Sequence[GivenText], encoder: "PairEncoder", settings: Settings
+) -> "tuple[list[str], list[Tensor]]":
+    """Return the places and the vectors of texts; print how many of them are truncated."""
+    from onescan.inference.embedding import embed_sequences
+
+    if not texts:
+        return [], []
+    sequences, is_truncated = encoder.encode_texts([each.text for each in texts])
+    if count := sum(is_truncated):
+        verb = "is" if count == 1 else "are"
+        print(
+            f"note: {count:,} of {plural(len(texts), 'text')} {verb} longer than the "
+            f"{encoder.length} tokens that the model reads and {verb} truncated",
+            file=sys.stderr,
         )
-    return checkpoint, checkpoint.model, None
+    return [each.place for each in texts], [embed_sequences(model, sequences, **settings)]
 
 
-def _texts(
-    checkpoint: "Checkpoint | None",
-    arguments: Sequence[str],
-    column: str | None,
-    unreadable: list[str],
-) -> list[str]:
-    """Return the texts of all inputs; lines of text files without empty ones."""
-    texts: list[str] = []
-    for argument in arguments:
-        path = Path(argument)
-        if path.is_dir():
-            raise ValueError(f"{argument} is a folder, but the model reads texts")
-        if path.suffix == LINES and len(argument.split()) == 1:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-            texts += [line for line in lines if line.strip()]
-        else:
-            texts += read_texts(checkpoint, [argument], unreadable, column)
-    return texts
+def _examples(
+    source: Any, paths: Sequence[str], unreadable: list[str]
+) -> "Iterator[tuple[str, Example]]":
+    """Yield the name of each image or array, its standardized values, and which of them are real.
 
-
-def _images(
-    format: Any, paths: Sequence[str], unreadable: list[str]
-) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path and the model's input of each image; skip unreadable ones in folders."""
+    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
+    """
+    from onescan.experiments.tasks.image_classification import read_arrays
+    from onescan.inference.classification import image_format
     from onescan.inputs import read_image
 
-    for file, is_in_folder in images_at([Path(path) for path in paths]):
-        try:
-            image = read_image(file, format)
-        except (OSError, ValueError) as error:
-            if not is_in_folder or str(file) not in str(error):
-                raise
-            unreadable.append(str(error))
-            continue
-        yield str(file), image
+    def examples(data: Any) -> "Iterator[Example]":
+        for values, keep in read_arrays(data, source.format):
+            masks = [None] * len(values) if keep is None else keep
+            yield from zip(values, masks, strict=True)
+
+    return read_grids(
+        source,
+        paths,
+        unreadable,
+        read_arrays=examples,
+        read_file=lambda file: (read_image(file, image_format(source.format, file)), None),
+    )
+
+
+def _grid_vectors(
+    model: Any, examples: "Iterable[tuple[str, Example]]", batch_size: int, settings: Settings
+) -> "tuple[list[str], list[Tensor]]":
+    """Return the names and the vectors of images or arrays, in batches of one shape."""
+    import torch
+
+    from onescan.inference.embedding import embed_grids
+
+    names: list[str] = []
+    vectors: list[Tensor] = []
+    for (_, is_masked), group in groupby(
+        examples, lambda each: (each[1][0].shape, each[1][1] is not None)
+    ):
+        while batch := list(islice(group, batch_size)):
+            names += [name for name, _ in batch]
+            values, masks = zip(*(example for _, example in batch), strict=True)
+            keep = torch.stack(masks) if is_masked else None
+            vectors.append(embed_grids(model, torch.stack(values), keep, **settings).cpu())
+    return names, vectors

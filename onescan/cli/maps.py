@@ -118,7 +118,7 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
 
 
 def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
-    from onescan.cli.predict import images_at
+    from onescan.cli.readers import images_at
     from onescan.inference.dense import map_picture, predict_file
     from onescan.inputs import ImageFormat
 

@@ -3,19 +3,23 @@
 import csv
 import json
 import math
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 
 from onescan.cli.forecast import forecast_rows
 from onescan.cli.options import Argv, Checkpoint, Imports, echo, import_files, parse
+from onescan.cli.readers import (
+    data_setting,
+    nothing_readable,
+    read_grids,
+    read_texts,
+    report_skipped,
+)
 from onescan.messages import printable
 
 if TYPE_CHECKING:
@@ -24,12 +28,9 @@ if TYPE_CHECKING:
     from onescan.inference.loading import Checkpoint as TrainedModel
     from onescan.inputs.targets import Target, TargetKind
 
-ARRAY_FILES = (".npz", ".npy")
 HALF = 0.5  # probability above which a label is predicted
 SEPARATOR = ";"  # between labels in a cell
-MAX_SKIPPED = 10  # messages on inputs that cannot be read
 PREDICTION_FILES = (".csv", ".json")
-SettingT = TypeVar("SettingT")
 
 
 class Prediction(NamedTuple):
@@ -91,13 +92,13 @@ def predict(argv: Argv) -> None:
         return
     _check_out(options.out)
     if isinstance(format := checkpoint.format, ForecastFormat):
-        column = _data_setting(checkpoint, "time_column", default="") or None
+        column = data_setting(checkpoint, "time_column", default="") or None
         forecasts = [forecast_rows(checkpoint.model, format, x, column) for x in options.inputs]
         _write(options.out, [row for rows in forecasts for row in rows], "forecast steps")
         return
     names, kind = checkpoint.class_names, checkpoint.target.kind
     of_texts = isinstance(checkpoint.format, PairFormat)
-    read = partial(_text_probabilities, column=options.text_column) if of_texts else _image_outputs
+    read = partial(_text_probabilities, column=options.text_column) if of_texts else _grid_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
     for given, row in read(checkpoint, options.inputs, unreadable):
@@ -111,21 +112,11 @@ def predict(argv: Argv) -> None:
         prediction = Prediction(given, [(names[i], row[i].item()) for i in chosen])
         predictions.append(prediction)
         echo(f"{printable(given)}: {printable(_described(prediction, checkpoint.target))}")
-    print_skipped(unreadable)
+    report_skipped(unreadable)
     if not predictions:
-        reason = f": {unreadable[0]}" if unreadable else ""
-        what, places = "text" if of_texts else "image", ", ".join(options.inputs)
-        raise ValueError(f"there is no readable {what} in {places}{reason}")
+        raise nothing_readable("text" if of_texts else "image", options.inputs, unreadable)
     column = "text" if of_texts else "path"
     _write(options.out, [_cells(each, column, kind) for each in predictions], "predictions")
-
-
-def print_skipped(unreadable: Sequence[str]) -> None:
-    """Print messages on inputs that cannot be read."""
-    for message in unreadable[:MAX_SKIPPED]:
-        print(printable(f"skipped: {message}"), file=sys.stderr)
-    if len(unreadable) > MAX_SKIPPED:
-        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
 
 
 def _check_out(out: str | None) -> None:
@@ -164,60 +155,25 @@ def rounded(value: float, std: float) -> str:
     return f"{value:.{min(digits, 17)}g}"
 
 
-def _image_outputs(
+def _grid_outputs(
     checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
 ) -> "Iterator[tuple[str, Tensor]]":
     """Yield the path of each image or the row of an array, and its probabilities or values.
 
     Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
     """
-    from onescan.experiments.data.arrays import read_inputs
     from onescan.experiments.tasks.image_classification import classify_arrays
     from onescan.inference.classification import classify
-    from onescan.inputs import GridFormat, ImageFormat
 
-    format, target = checkpoint.format, checkpoint.target
-    arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
-    if arrays and isinstance(format, GridFormat):
-        layout = _data_setting(checkpoint, "channels_first", default=False)
-        paths = [path for path in paths if path not in arrays]
-        for path in arrays:
-            data = read_inputs(path, format, channels_first=layout)
-            try:
-                outputs = classify_arrays(checkpoint.model, data, format, target)
-                for row, numbers in enumerate(outputs):
-                    yield f"{path}[{row}]", numbers
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-    is_image_model = isinstance(format, ImageFormat)
-    for file, is_in_folder in images_at([Path(path) for path in paths], walk=is_image_model):
-        try:
-            (numbers,) = classify(checkpoint.model, [file], format, target)
-        except (OSError, ValueError) as error:
-            if not is_in_folder or str(file) not in str(error):
-                raise
-            unreadable.append(str(error))
-            continue
-        yield str(file), numbers
-
-
-def _data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -> SettingT:
-    """Return a setting of the training data; the default if the data has no such setting."""
-    data = checkpoint.run.get("data")
-    value = data.get(name) if isinstance(data, dict) else None
-    return value if isinstance(value, type(default)) else default
-
-
-def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
-    """Yield files and, if `walk`, the images in folders, and whether they are in a folder."""
-    for path in paths:
-        if not (walk and path.is_dir()):
-            yield path, False
-            continue
-        from onescan.experiments.data.sources import images_below
-
-        for file in images_below(str(path)):
-            yield Path(file), True
+    format: Any = checkpoint.format  # of arrays only if it is a GridFormat
+    model, target = checkpoint.model, checkpoint.target
+    return read_grids(
+        checkpoint,
+        paths,
+        unreadable,
+        read_arrays=lambda data: classify_arrays(model, data, format, target),
+        read_file=lambda file: classify(model, [file], format, target)[0],
+    )
 
 
 def _text_probabilities(
@@ -239,65 +195,12 @@ def _text_probabilities(
 
     if not (isinstance(checkpoint.format, PairFormat) and checkpoint.class_names):
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
-    texts = read_texts(checkpoint, arguments, unreadable, column)
+    if column is None:
+        column = data_setting(checkpoint, "text_column", default="text")
+    texts = [given.text for given in read_texts(arguments, column, unreadable)]
     if texts:
         encoder = checkpoint.format.open(checkpoint.folder)
         yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
-
-
-def read_texts(
-    checkpoint: "TrainedModel | None",
-    arguments: Sequence[str],
-    unreadable: list[str],
-    column: str | None,
-) -> list[str]:
-    """Return texts that are given themselves or in tables.
-
-    Args:
-        checkpoint: The run of the model; None for one of another library.
-        arguments: Texts, and tables of texts.
-        unreadable: Messages on the rows that cannot be read are added to it.
-        column: Column of the texts in tables; None is that of the training data, or "text".
-
-    Raises:
-        ValueError: If a table does not exist or has no such column, or an argument is another file.
-    """
-    from onescan.experiments.data.text.files import is_table, read_rows
-    from onescan.experiments.data.text_table import read_text
-
-    if column is None:
-        column = "text"
-        if checkpoint is not None:
-            column = _data_setting(checkpoint, "text_column", default=column)
-    texts = []
-    for argument in arguments:
-        is_file_name = is_table(Path(argument)) and len(argument.split()) == 1
-        if not (is_file_name or _exists(argument)):
-            if not argument.strip():
-                raise ValueError("inputs has an empty text")
-            texts.append(argument)
-            continue
-        rows = [row for row in read_rows(Path(argument)) if not row.is_empty_line]
-        columns = dict.fromkeys(str(name) for row in rows for name in row.cells)
-        if columns and column not in columns:
-            raise ValueError(
-                f"{argument} has no column {column!r}; available: {', '.join(columns)} "
-                "(--text-column selects one)"
-            )
-        for row in rows:
-            try:
-                texts.append(read_text(row, column))
-            except ValueError as error:
-                unreadable.append(str(error))
-    return texts
-
-
-def _exists(argument: str) -> bool:
-    """Return whether there is a file of this name, or a folder of this path."""
-    with suppress(OSError, ValueError):  # such as for a text longer than file names may be
-        path = Path(argument)
-        return path.is_file() or (os.sep in argument and path.is_dir())
-    return False
 
 
 def _cells(prediction: Prediction, column: str, kind: "TargetKind") -> dict[str, object]:

@@ -33,12 +33,18 @@ def classify(
     """
     if not paths:
         raise ValueError("paths is empty, expected at least one image file")
-    if not isinstance(format, ImageFormat):
-        raise ValueError(f"the model reads {_inputs(format)}, not '{paths[0]}'")
+    format = image_format(format, paths[0])
     _check_classifier(model)
     device = next(model.parameters()).device
     images = (read_image(path, format)[None].to(device) for path in paths)
     return torch.cat([target.predictions(model(image)).cpu() for image in images])
+
+
+def image_format(format: Format, path: str | Path) -> ImageFormat:
+    """Return a format. Raise ValueError if the model does not read image files, such as `path`."""
+    if not isinstance(format, ImageFormat):
+        raise ValueError(f"the model reads {_inputs(format)}, not '{path}'")
+    return format
 
 
 def _inputs(format: Format) -> str:

@@ -1,153 +1,289 @@
-"""One vector per text or image, for search, clustering, or a small classifier on top."""
+"""Compute one vector per text or image, for search, clustering or a small classifier on top."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import normalize as to_unit_length
 
-from onescan.checks import check_choice, check_positive
+from onescan.checks import check_choice, check_whole
+from onescan.inference.classification import image_format
+from onescan.inference.loading import Checkpoint
+from onescan.inputs import GridFormat, PairFormat, TextFormat, read_image
 from onescan.inputs.pairs import PairEncoder
-from onescan.inputs.sequences import Ids, check_texts, pad_tokens
+from onescan.inputs.sequences import Ids, check_batch, check_texts, pad_tokens
 from onescan.inputs.tokenizer import Tokenizer
 from onescan.layers.position import TokenPositionConfig
+from onescan.layers.tokens import first_token, masked_pixels, mean_pool, prefix_token
 from onescan.messages import named_type
 from onescan.models.causal_lm import CausalLM
-from onescan.models.image_classifier import ImageClassifier
+from onescan.models.image_classifier import WITH_CLASS_TOKEN, ImageClassifier
 from onescan.models.masked_lm import MaskedLM
 from onescan.models.sequence_classifier import SequenceClassifier
+from onescan.shapes import GridKeep, Grids, Keep, Pooled, Tokens
 
-Pooling = Literal["mean", "last"]
-Vectors = Float[Tensor, "N width"]
-
-
-class EncodedTexts(NamedTuple):
-    """The tokens of texts.
-
-    Attributes:
-        tokens: Ids of the tokens of each text.
-        truncated: Number of texts that were longer than the model's input and are truncated.
-    """
-
-    tokens: list[Ids]
-    truncated: int
-
-
-def encode_texts(
-    model: nn.Module, encoder: Tokenizer | PairEncoder, texts: Sequence[str]
-) -> EncodedTexts:
-    """Convert texts to tokens, at most as many as the model was trained with or has positions for.
-
-    Args:
-        model: Language model or text classifier.
-        encoder: A language model's tokenizer, or a text classifier's encoder, which adds its
-            special tokens.
-        texts: Texts.
-
-    Raises:
-        ValueError: If there are no texts, one is not a string, or one has no tokens.
-    """
-    check_texts(texts)
-    if isinstance(encoder, PairEncoder):
-        found = [encoder.encode(text)[0] for text in texts]
-        return EncodedTexts(found, sum(encoder.is_truncated([[text] for text in texts])))
-    encoded = encoder.encode_many(texts)
-    for place, tokens in enumerate(encoded):
-        if not len(tokens):
-            raise ValueError(f"texts[{place}] is {texts[place]!r}, which has no tokens")
-    position: Any = getattr(getattr(model, "config", None), "position", None)
-    limit = position.max_tokens if isinstance(position, TokenPositionConfig) else None
-    count = sum(limit is not None and len(tokens) > limit for tokens in encoded)
-    return EncodedTexts([tokens[:limit] for tokens in encoded], count)
+Pooling = Literal["mean", "last", "class_token", "head"]
+Source = Checkpoint | tuple[nn.Module, Tokenizer]
+TextModel = CausalLM | MaskedLM | SequenceClassifier
 
 
 @torch.no_grad()
-def embed_texts(
-    model: nn.Module,
-    texts: EncodedTexts | Sequence[Ids],
+def embed(
+    source: Source,
+    inputs: Sequence[str | Path] | Tensor | NDArray[Any],
     *,
-    pooling: str = "mean",
+    pooling: Pooling | None = None,
     normalize: bool = False,
     batch_size: int = 64,
-) -> Vectors:
-    """Return one vector per text: the mean of the vectors of its tokens, or the last of them.
+    truncate: bool = False,
+) -> Pooled:
+    """Compute one vector per text or image.
 
-    Texts of similar length are processed together. Padding has no effect on the result, except for
-    rounding.
+    Texts of similar length are read in one batch. A vector depends neither on the padding nor on
+    the other inputs, except for rounding.
 
     Args:
-        model: Language model or text classifier in evaluation mode, as `onescan.load` returns it.
-        texts: Tokens, as `encode_texts` returns them, or arrays of ids.
-        pooling: "mean" of all tokens; or "last", which only suits causal models, in which the last
-            token alone has read the whole text.
-        normalize: Scale each vector to length 1.
-        batch_size: Texts per batch.
+        source: A language model, text classifier or image classifier, as `onescan.load` returns it;
+            or a language model with its tokenizer, as `onescan.load_language_model` returns them.
+        inputs: Texts, which are read with the special tokens that the tokenizer adds around a text.
+            For an image model, image files of any size, or pixels of shape [N, channels, height,
+            width] as `ImageFormat.model_input` takes them; for a model of arrays, an array or
+            tensor of shape [N, channels, *sides].
+        pooling: What the vector is. "mean", the default for texts, is the mean over all real
+            tokens, special tokens included, or over all patches. "head", the default for images, is
+            what the head of a classifier reads. "last" is the last token of a text, which has read
+            all others in a causal model. "class_token" is the class token of an image, or the first
+            token of a text, such as [CLS].
+        normalize: Whether to divide each vector by its length.
+        batch_size: Texts or images per batch; affects memory, and results only by rounding.
+        truncate: Whether to leave out the end of texts that are longer than the model reads: than
+            `data.length` of a text classifier's run, or the number of absolute positions.
 
     Returns:
-        Vectors in the order of the texts, on the CPU.
+        Vectors on the CPU, in the order of the inputs.
 
     Raises:
-        ValueError: If the model reads no text, there are no texts, or an option is invalid.
+        ValueError: If there are no inputs, one cannot be read, has no tokens or is too long, the
+            model is of another class, or the pooling does not apply to it.
+        FileNotFoundError: If an image file does not exist.
     """
-    if not isinstance(model, CausalLM | MaskedLM | SequenceClassifier):
+    check_whole(1, batch_size=batch_size)
+    given: Any = inputs
+    model: Any = model_of(source)
+    encoder = text_encoder(source)
+    pooling = choose_pooling(model, encoder, pooling)
+    options: Any = {"pooling": pooling, "normalize": normalize}
+    if encoder is None:
+        batches = _image_batches(source, given, batch_size)
+        return torch.cat([embed_grids(model, batch, **options).cpu() for batch in batches])
+    sequences, is_truncated = encoder.encode_texts(check_texts(given))
+    if any(is_truncated) and not truncate:
         raise ValueError(
-            f"the model is {named_type(model)}, expected a language model or text classifier"
+            f"inputs[{is_truncated.index(True)}] is longer than the {encoder.length} tokens that "
+            "the model reads; pass truncate=True to leave out its end"
         )
+    return embed_sequences(model, sequences, batch_size=batch_size, **options)
+
+
+def model_of(source: Source) -> nn.Module:
+    """Return the model of a source.
+
+    Raises:
+        ValueError: If it is of a class whose vectors are not supported.
+    """
+    model = source.model if isinstance(source, Checkpoint) else source[0]
+    if not isinstance(model, TextModel | ImageClassifier):
+        raise ValueError(
+            f"{named_type(model)} computes no vectors, expected a language model or a classifier "
+            "of texts, images or arrays"
+        )
+    expected = GridFormat if isinstance(model, ImageClassifier) else PairFormat | TextFormat
+    if isinstance(source, Checkpoint) and not isinstance(source.format, expected):
+        raise ValueError(
+            f"the model was trained on {type(source.format).__name__}, expected texts, images or "
+            "arrays"
+        )
+    return model
+
+
+def text_encoder(source: Source) -> PairEncoder | None:
+    """Return what encodes the texts of a model; None for a model of images or arrays.
+
+    Its `length` is the maximum number of tokens that the model reads.
+
+    Raises:
+        ValueError: If the tokenizer is missing, damaged or of another model.
+        ImportError: If transformers is needed and not installed.
+    """
+    lengths, tokenizer = [sys.maxsize], None
+    if not isinstance(source, Checkpoint):
+        tokenizer = source[1]
+    elif isinstance(source.format, TextFormat):
+        tokenizer = source.format.open(source.folder)
+    elif isinstance(source.format, PairFormat):
+        tokenizer = source.format.text.open(source.folder)
+        lengths.append(source.format.length)
+    if tokenizer is None:
+        return None
+    config: Any = model_of(source).config
+    tokenizer.check_vocabulary(config.vocab_size)
+    if isinstance(config.position, TokenPositionConfig):
+        lengths.append(config.position.max_tokens)
+    return PairEncoder(tokenizer, min(lengths))
+
+
+def choose_pooling(model: nn.Module, encoder: PairEncoder | None, pooling: str | None) -> Pooling:
+    """Return a pooling, or the default of a model.
+
+    Raises:
+        ValueError: If it does not apply to the model.
+    """
+    known: tuple[Pooling, ...] = ("mean", "last", "class_token")
+    if encoder is None:
+        known = ("head", "mean", "class_token")
+    elif isinstance(model, SequenceClassifier):
+        known = (*known, "head")
+    if pooling is None:
+        return known[0]
     check_choice("pooling", pooling, get_args(Pooling))
-    check_positive(batch_size=batch_size)
-    tokens = texts.tokens if isinstance(texts, EncodedTexts) else list(texts)
-    if not tokens:
-        raise ValueError("texts is empty, expected at least one text")
-    device = next(model.parameters()).device
-    order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
-    found: dict[int, Tensor] = {}
-    for at in range(0, len(order), batch_size):
-        chosen = order[at : at + batch_size]
-        ids, keep = (x.to(device) for x in pad_tokens([tokens[i] for i in chosen]))
-        x, _ = model.network(ids, keep=keep)
-        if pooling == "last":
-            pooled = x[torch.arange(len(x), device=device), keep.sum(dim=1) - 1]
-        else:
-            total = x.masked_fill(~keep.unsqueeze(-1), 0).sum(dim=1)
-            pooled = total / keep.sum(dim=1, keepdim=True)
-        found |= dict(zip(chosen, pooled.cpu(), strict=True))
-    return _scaled(torch.stack([found[i] for i in range(len(tokens))]), normalize)
+    if pooling not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"pooling is {pooling!r}, expected {', '.join(others)} or {last}")
+    if pooling == "class_token":
+        config: Any = model.config
+        reason = ""
+        if encoder is None:
+            if config.pool not in WITH_CLASS_TOKEN:
+                reason = "there is no class token in this model"
+        elif config.state_block is not None:
+            reason = "the first token of a causal model reads no other"
+        elif not encoder.before:
+            reason = f"tokenizer {encoder.tokenizer.name!r} adds no token before a text"
+        if reason:
+            raise ValueError(f"pooling is 'class_token', but {reason}")
+    return pooling
+
+
+def embed_sequences(
+    model: TextModel,
+    sequences: Sequence[Ids],
+    *,
+    batch_size: int = 64,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+) -> Pooled:
+    """Compute the vectors of texts as tokens, in batches of texts of similar length.
+
+    Args:
+        model: Language model or text classifier in evaluation mode.
+        sequences: Tokens of each text, as `PairEncoder.encode_texts` returns them.
+        batch_size: As in `embed`.
+        pooling: As in `embed`; "head" is for text classifiers.
+        normalize: As in `embed`.
+
+    Returns:
+        Vectors on the CPU.
+    """
+    # Longest first, so that a lack of memory shows at once.
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+    device, vectors = model.network.device, []
+    for first in range(0, len(order), batch_size):
+        tokens, keep = pad_tokens([sequences[i] for i in order[first : first + batch_size]])
+        tokens, keep = tokens.to(device), keep.to(device)
+        vectors.append(
+            embed_tokens(model, tokens, keep, pooling=pooling, normalize=normalize).cpu()
+        )
+    return torch.cat(vectors)[torch.tensor(order).argsort()]
 
 
 @torch.no_grad()
-def embed_images(
-    model: nn.Module, images: Tensor, *, normalize: bool = False, batch_size: int = 64
-) -> Vectors:
-    """Return one vector per image or array: what the class head reads.
-
-    This is the mean of the vectors of the patches, or that of the class token.
+def embed_tokens(
+    model: TextModel,
+    tokens: Tokens,
+    keep: Keep | None,
+    *,
+    pooling: Pooling = "mean",
+    normalize: bool = False,
+) -> Pooled:
+    """Compute the vectors of one batch of texts as tokens.
 
     Args:
-        model: Classifier of grids in evaluation mode, as `onescan.load` returns it.
-        images: The model's input ``[N, channels, *shape]``, as `ImageFormat.model_input` returns.
-        normalize: Scale each vector to length 1.
-        batch_size: Images per batch.
-
-    Returns:
-        Vectors in the order of the images, on the CPU.
-
-    Raises:
-        ValueError: If the model is of another class, or there are no images.
+        model: Language model or text classifier in evaluation mode.
+        tokens: Token ids.
+        keep: True for real tokens, False for padding, which may be on either side and has no
+            effect. None if all tokens are real.
+        pooling: As in `embed`; "head" is for text classifiers.
+        normalize: As in `embed`.
     """
-    if not isinstance(model, ImageClassifier):
-        raise ValueError(f"the model is {named_type(model)}, expected an ImageClassifier")
-    check_positive(batch_size=batch_size)
-    if not len(images):
-        raise ValueError("images is empty, expected at least one image")
-    device = next(model.parameters()).device
-    parts = [
-        model.pooled(model.forward_features(part.to(device))).cpu()
-        for part in images.split(batch_size)
-    ]
-    return _scaled(torch.cat(parts), normalize)
+    x, _ = model.network(tokens, keep=keep)
+    if pooling == "mean":
+        vectors = mean_pool(x, keep)
+    elif pooling == "last":
+        vectors = first_token(x.flip(1), None if keep is None else keep.flip(1))
+    elif pooling == "class_token":
+        vectors = first_token(x, keep)
+    else:
+        head: Any = model.head
+        vectors = head.pooled(x, keep)
+    return _finished(vectors, normalize=normalize)
 
 
-def _scaled(vectors: Vectors, normalize: bool) -> Vectors:
-    return to_unit_length(vectors, dim=-1) if normalize else vectors
+@torch.no_grad()
+def embed_grids(
+    model: ImageClassifier,
+    images: Grids,
+    keep: GridKeep | None = None,
+    *,
+    pooling: Pooling = "head",
+    normalize: bool = False,
+) -> Pooled:
+    """Compute the vectors of one batch of images, signals or volumes.
+
+    Args:
+        model: Image classifier in evaluation mode.
+        images: Standardized grids, as `ImageFormat.model_input` returns them.
+        keep: True for real pixels, for grids of mixed sizes; see `ImageClassifier.forward`.
+        pooling: As in `embed`.
+        normalize: As in `embed`.
+    """
+    weight = model.patchify.proj.weight
+    images = images.to(weight.device, weight.dtype)
+    kept = None
+    if keep is not None:
+        keep = keep.to(weight.device)
+        _, patches = masked_pixels(images, keep, model.config.patch_size)
+        kept = F.pad(patches, (model.prefix, 0), value=True)
+    tokens = model.forward_features(images, keep)
+    if pooling == "head":
+        vectors = model.pooled(tokens, kept)
+    elif pooling == "class_token":
+        vectors = prefix_token(tokens, 0)
+    else:
+        first = model.prefix
+        vectors = mean_pool(tokens[:, first:], None if kept is None else kept[:, first:])
+    return _finished(vectors, normalize=normalize)
+
+
+def _finished(vectors: Pooled, *, normalize: bool) -> Pooled:
+    """Return vectors in float32 or float64, divided by their lengths if requested."""
+    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    return F.normalize(vectors, dim=1) if normalize else vectors
+
+
+def _image_batches(source: Any, inputs: Any, batch_size: int) -> Iterator[Grids]:
+    """Yield standardized grids from image files, or from pixels or values."""
+    format: Any = source.format
+    is_array = isinstance(inputs, Tensor | np.ndarray)
+    if not len(inputs) or not is_array:
+        check_batch(inputs)
+    for first in range(0, len(inputs), batch_size):
+        part = inputs[first : first + batch_size]
+        if is_array:
+            yield torch.as_tensor(format.model_input(part)).float()
+        else:
+            yield torch.stack([read_image(path, image_format(format, path)) for path in part])

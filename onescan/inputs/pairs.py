@@ -57,6 +57,23 @@ class PairEncoder:
         tokens = self._join(self.before, ids, [self.tokenizer.end], other, self.after)
         return tokens, len(self.before) + len(ids) + 1
 
+    def encode_texts(self, texts: Sequence[str]) -> tuple[list[Ids], list[bool]]:
+        """Encode each text as `encode` does, in one call of the tokenizer.
+
+        Returns:
+            The tokens of each text, and whether its end was left out.
+
+        Raises:
+            ValueError: If a text has no tokens. The message names its index.
+        """
+        budget = self.length - len(self.before) - len(self.after)
+        sequences = self.tokenizer.encode_many(texts)
+        for place, ids in enumerate(sequences):
+            if not len(ids):
+                raise ValueError(f"inputs[{place}] is {texts[place]!r}, which has no tokens")
+        tokens = [self._join(self.before, ids[:budget], self.after) for ids in sequences]
+        return tokens, [len(ids) > budget for ids in sequences]
+
     def is_truncated(self, rows: Sequence[Sequence[str]]) -> list[bool]:
         """Return whether each of these texts or pairs of texts is longer than `length`."""
         sizes = [len(ids) for ids in self.tokenizer.encode_many([x for row in rows for x in row])]

@@ -91,12 +91,13 @@ class TextHead(nn.Module):
         self.scores = nn.Linear(config.width, config.num_classes)
 
     def forward(self, x: Hidden, keep: Keep | None = None) -> Logits:
-        x = self._pooled(x, keep)
+        x = self.pooled(x, keep)
         if self.transform is not None:
             x = torch.tanh(self.transform(x))
         return self.scores(self.dropout(x))
 
-    def _pooled(self, x: Hidden, keep: Keep | None) -> Pooled:
+    def pooled(self, x: Hidden, keep: Keep | None = None) -> Pooled:
+        """Pool real tokens into the input of the other layers."""
         if self.pool == "first":
             return first_token(x, keep)
         if self.attention_pool is not None:

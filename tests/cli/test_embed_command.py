@@ -1,103 +1,272 @@
-"""`onescan embed`: vectors of texts and images in a file."""
+"""`onescan embed`: the file that it writes, what it reads, and how it fails."""
 
-import csv
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_allclose
+from pages import python_block
 from PIL import Image
+from tiny_language_models import BOTH, SMALL
+from tiny_tokenizers import WORDS, word_tokenizer
+from torch.testing import assert_close
 
 import onescan
 from onescan.cli import main
-from onescan.inference.embedding import embed_images, embed_texts, encode_texts
+from onescan.inference import loading
+from onescan.inference.embedding import embed
+from onescan.inference.loading import Checkpoint, load, load_language_model
+from onescan.inputs import ArrayFormat, ByteTokenizer, PairFormat, TextFormat
 from onescan.integrations.transformers import to_transformers
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
 
-TEXT_MODEL, IMAGE_MODEL = "zoo/shakespeare_lightnet", "zoo/digits_lightnet"
+LM, DIGITS = "zoo/shakespeare_lightnet", "zoo/digits_lightnet"
+LINES = ["To be, or not to be", "A horse! A horse!", "", "naïve café", "  ", "the end"]
+TEXTS = [line for line in LINES if line.strip()]
 
 
-def read(path):
-    with np.load(path, allow_pickle=False) as file:
-        return file["vectors"], file["names"].tolist()
-
-
-@pytest.fixture
-def inputs(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "lines.txt").write_text("to be\n\nor not to be\n", encoding="utf-8")
-    with (tmp_path / "table.csv").open("w") as file:
-        csv.writer(file).writerows([("text", "quote"), ("a", "hark"), ("b", "alas, poor Yorick")])
-    (tmp_path / "images" / "more").mkdir(parents=True)
-    for i, name in enumerate(("a.png", "more/b.png")):
-        Image.fromarray(np.full((8, 8), 40 * i, np.uint8)).save(tmp_path / "images" / name)
-    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
-    return tmp_path
 
 
-def run(model, *words):
-    return main(["embed", *words, "--model", model, "--out", "v.npz", "--device", "cpu"])
+def run(*arguments):
+    """Embed, and return names and vectors."""
+    assert main(["embed", *map(str, arguments), "--out", "vectors.npz"]) == 0
+    with np.load("vectors.npz", allow_pickle=False) as file:
+        assert sorted(file) == ["names", "vectors"]
+        return file["names"].tolist(), torch.from_numpy(file["vectors"])
 
 
-def test_texts_of_files_tables_and_arguments(inputs, capsys):
-    words = ("lines.txt", "table.csv", "the king", "--text-column", "quote")
-    assert run(TEXT_MODEL, *words) == 0
-    assert "v.npz: 5 vectors of 128 numbers" in capsys.readouterr().out
-    vectors, names = read("v.npz")
-    assert names == ["to be", "or not to be", "hark", "alas, poor Yorick", "the king"]
-    assert vectors.dtype == np.float32
-    loaded = onescan.load(TEXT_MODEL)
-    encoded = encode_texts(loaded.model, loaded.format.open(loaded.folder), names)
-    assert_allclose(vectors, embed_texts(loaded.model, encoded).numpy(), atol=1e-5)
+def fails(capsys, *arguments, out="vectors.npz"):
+    """Return the message of a failure that writes nothing."""
+    capsys.readouterr()
+    assert main(["embed", *map(str, arguments), "--out", out]) == 2
+    assert not Path("vectors.npz").exists()
+    return capsys.readouterr().err
 
 
-def test_options(inputs):
-    assert run(TEXT_MODEL, "lines.txt", "--pooling", "last", "--normalize") == 0
-    vectors, _ = read("v.npz")
-    assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+def classifier(length=16):
+    """A text classifier of bytes whose training data had its texts in the column body."""
+    config = SequenceClassifierConfig(**{**SMALL, **BOTH["lion"], "vocab_size": 258})
+    return Checkpoint(
+        folder=Path("nowhere"),
+        run={"data": {"text_column": "body"}},
+        model=config.build().eval(),
+        format=PairFormat(text=TextFormat.of(ByteTokenizer()), length=length),
+        class_names=("a", "b"),
+        metrics={},
+    )
 
 
-def test_images_of_folders(inputs, capsys):
-    assert run(IMAGE_MODEL, "images", "images/a.png", "--batch-size", "2") == 0
-    printed = capsys.readouterr()
-    assert "skipped: images/broken.png" in printed.err
-    vectors, names = read("v.npz")
-    assert names == ["images/a.png", "images/more/b.png", "images/a.png"]
-    assert_allclose(vectors[0], vectors[2], atol=1e-5)
-    loaded = onescan.load(IMAGE_MODEL)
-    pixels = torch.full((1, 1, 8, 8), 40, dtype=torch.uint8)
-    expected = embed_images(loaded.model, loaded.format.model_input(pixels))
-    assert_allclose(vectors[1:2], expected.numpy(), atol=1e-5)
+# Texts
 
 
-def test_folders_of_transformers(inputs):
-    loaded = onescan.load(TEXT_MODEL)
-    tokenizer = loaded.format.open(loaded.folder)
-    to_transformers(loaded.model, tokenizer=tokenizer).save_pretrained("hf")
-    assert run(TEXT_MODEL, "lines.txt") == 0
-    expected, _ = read("v.npz")
-    assert run("hf", "lines.txt") == 0
-    assert_allclose(read("v.npz")[0], expected, atol=1e-5)
+def test_lines_of_a_file_are_embedded(capsys):
+    Path("a.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    names, vectors = run("a.txt", "--model", LM)
+    assert names == [f"a.txt, line {i}" for i in (1, 2, 4, 6)]
+    assert (vectors.dtype, vectors.shape[1]) == (torch.float32, 128)
+    assert_close(vectors, embed(load(LM), TEXTS))
+    shown = capsys.readouterr()
+    assert shown.out == "vectors.npz: 4 vectors of width 128\n"
+    assert shown.err.splitlines() == [
+        "skipped: a.txt, line 3: the text is empty",
+        "skipped: a.txt, line 5: the text is empty",
+    ]
+
+
+def test_tables_and_texts_in_quotes_are_embedded(capsys):
+    rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("b.csv").write_text("id,body\n1,the cat\n2,\n3,a dog\n")
+    names, vectors = run("a.jsonl", "my kingdom", "--model", LM)
+    assert names == [*(f"a.jsonl, line {i}" for i in (1, 2, 3, 4)), "my kingdom"]
+    assert_close(vectors, embed(load(LM), [*TEXTS, "my kingdom"]), rtol=1e-5, atol=1e-5)
+    capsys.readouterr()
+    names, _ = run("b.csv", "--model", LM, "--text-column", "body")
+    assert names == ["b.csv, line 2", "b.csv, line 4"]
+    assert "skipped: b.csv, line 3: the text is empty" in capsys.readouterr().err
+    Path("vectors.npz").unlink()
+    message = "b.csv has no column 'text'; available: id, body (--text-column selects one)"
+    assert message in fails(capsys, "b.csv", "--model", LM)
+
+
+def test_options_are_those_of_the_function():
+    Path("a.txt").write_text("\n".join(TEXTS))
+    _, vectors = run("a.txt", "--model", LM, "--pooling", "last", "--normalize")
+    assert_close(vectors, embed(load(LM), TEXTS, pooling="last", normalize=True))
+    _, single = run("a.txt", "--model", LM, "--pooling", "last", "--normalize", "--batch-size", 1)
+    assert_close(single, vectors, rtol=1e-5, atol=1e-5)
+    _, plain = run("a.txt", "--model", LM, "--no-normalize", "--device", "cpu")
+    assert_close(plain, embed(load(LM), TEXTS))
+
+
+def test_a_folder_of_transformers_is_embedded(capsys):
+    config = {**SMALL, **BOTH["bert"], "vocab_size": len(WORDS)}
+    native = MaskedLMConfig(**config | {"position": TokenPositionConfig(max_tokens=8)}).build()
+    to_transformers(native.eval()).save_pretrained("folder")
+    word_tokenizer(framed=True).save_pretrained("folder")
+    Path("a.txt").write_text("the cat sat\n" + "the " * 9 + "\n")
+    capsys.readouterr()
+    _, vectors = run("a.txt", "--model", "folder")
+    texts = ["the cat sat", "the " * 9]
+    assert_close(vectors, embed(load_language_model("folder"), texts, truncate=True))
+    message = "note: 1 of 2 texts is longer than the 8 tokens that the model reads and is truncated"
+    assert message in capsys.readouterr().err
+
+
+def test_the_column_of_the_training_data_is_read(capsys, monkeypatch):
+    source = classifier()
+    monkeypatch.setattr(loading, "load", lambda _: source)
+    Path("b.csv").write_text(
+        "id,body\n1,the cat\n2,a dog on a mat and more\n3,and so on and on on\n"
+    )
+    names, vectors = run("b.csv", "--model", "runs/texts/seed-0", "--pooling", "head")
+    assert names == [f"b.csv, line {i}" for i in (2, 3, 4)]
+    texts = ["the cat", "a dog on a mat and more", "and so on and on on"]
+    assert_close(vectors, embed(source, texts, pooling="head", truncate=True))
+    message = "2 of 3 texts are longer than the 16 tokens that the model reads and are truncated"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "reason"),
+    ("arguments", "message"),
     [
-        (TEXT_MODEL, (), "inputs is empty"),
-        (TEXT_MODEL, ("images",), "images is a folder, but the model reads texts"),
-        (TEXT_MODEL, ("lines.txt", "--batch-size", "0"), "batch-size is 0"),
-        (TEXT_MODEL, ("none.csv",), "none.csv"),
-        (TEXT_MODEL, ("table.csv", "--text-column", "x"), "has no column 'x'"),
-        (IMAGE_MODEL, ("lines.txt",), "lines.txt"),
-        (IMAGE_MODEL, ("images/broken.png",), "broken.png"),
-        ("zoo/moving_digits_lightnet", ("a.npz",), "expected a model of texts or images"),
+        ((), "inputs is empty, expected at least one text, file or folder"),
+        (("",), "inputs has an empty text"),
+        (("no.txt",), "there is no file no.txt"),
+        (("no.csv",), "there is no file no.csv"),
+        (("picture.png",), "picture.png is not a file of texts, expected a name ending in .txt"),
+        (("latin.txt",), "there is no readable text in latin.txt: latin.txt, line 1: this is not"),
+        (("empty.txt",), "there is no readable text in empty.txt"),
+        (("a text", "--pooling", "head"), "--pooling is 'head', expected 'mean', 'last' or"),
+        (("a text", "--batch-size", 0), "--batch-size is 0, expected a whole number"),
     ],
 )
-def test_mistakes_are_one_line(inputs, capsys, model, words, reason):
-    assert run(model, *words) == 2
-    assert reason in capsys.readouterr().err
-    assert not (inputs / "v.npz").exists()
+def test_texts_that_cannot_be_read(arguments, message, capsys):
+    Path("latin.txt").write_bytes("café".encode("latin1"))
+    Path("empty.txt").touch()
+    Image.new("L", (8, 8)).save("picture.png")
+    assert message in fails(capsys, *arguments, "--model", LM)
 
 
-def test_the_output_has_a_suffix(inputs, capsys):
-    assert main(["embed", "lines.txt", "--model", TEXT_MODEL, "--out", "v.csv"]) == 2
-    assert "expected a name ending in .npz" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("vectors.npy", "--out is 'vectors.npy', expected a name ending in .npz"),
+        ("", "--out is '', expected a name ending in .npz"),
+    ],
+)
+def test_other_names_of_the_file_are_refused(out, message, capsys):
+    assert message in fails(capsys, "a text", "--model", LM, out=out)
+
+
+def test_the_input_is_not_overwritten(capsys):
+    np.savez("x.npz", x=np.zeros((2, 8, 8, 1), np.uint8))
+    before = Path("x.npz").read_bytes()
+    message = fails(capsys, "x.npz", "--model", DIGITS, out="./x.npz")
+    assert "which is an input, expected another name" in message
+    assert Path("x.npz").read_bytes() == before
+
+
+def test_a_failed_write_keeps_the_last_file(monkeypatch, capsys):
+    def fail(file, **_arrays):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    run("a text", "--model", LM)
+    before = Path("vectors.npz").read_bytes()
+    monkeypatch.setattr(np, "savez", fail)
+    assert main(["embed", "another", "--model", LM, "--out", "vectors.npz"]) == 1
+    assert "no space left on device" in capsys.readouterr().err
+    assert Path("vectors.npz").read_bytes() == before
+    assert list(Path().iterdir()) == [Path("vectors.npz")]
+
+
+def test_the_examples_of_the_page_run(capsys, monkeypatch):
+    Path("texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    for given, name in (("texts.txt", "texts.npz"), ("A horse! A horse? A", "query.npz")):
+        assert main(["embed", given, "--model", LM, "--normalize", "--out", name]) == 0
+    capsys.readouterr()
+    exec(python_block("embeddings.md", "argsort"), {})  # noqa: S102
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("  texts.txt, line 2")
+    source = classifier(length=32)
+    monkeypatch.setattr(onescan, "load", lambda _: source)
+    names = {"onescan": onescan, "embed": embed}
+    exec(python_block("embeddings.md", 'onescan.load("RUN")'), names)  # noqa: S102
+    assert names["vectors"].shape == (2, 24)
+
+
+# Images
+
+
+def test_images_and_folders_are_embedded(capsys):
+    Path("folder/deep").mkdir(parents=True)
+    for i, name in enumerate(["a.png", "folder/b.png", "folder/deep/c.png"]):
+        Image.new("L", (8 + i, 8), 80 * i).save(name)
+    Path("folder/damaged.png").write_text("no image")
+    names, vectors = run("a.png", "folder", "a.png", "--model", DIGITS)
+    assert [Path(name).as_posix() for name in names] == [
+        *("a.png", "folder/b.png", "folder/deep/c.png", "a.png")
+    ]
+    assert_close(vectors, embed(load(DIGITS), names), rtol=1e-5, atol=1e-5)
+    shown = capsys.readouterr()
+    assert shown.out == f"vectors.npz: 4 vectors of width {vectors.shape[1]}\n"
+    assert shown.err.startswith("skipped: ")
+    assert "damaged.png is not an image" in shown.err
+    _, single = run("a.png", "folder", "a.png", "--model", DIGITS, "--batch-size", 1)
+    assert_close(single, vectors, rtol=1e-5, atol=1e-5)
+
+
+def test_images_that_cannot_be_read(capsys):
+    Path("text.png").write_text("no image")
+    Path("empty").mkdir()
+    for argument, message in [
+        ("no.png", "no.png"),
+        ("text.png", "text.png is not an image"),
+        ("empty", "there is no"),
+        ("text.png --pooling last", "--pooling is 'last', expected 'head', 'mean' or"),
+    ]:
+        assert message in fails(capsys, *argument.split(), "--model", DIGITS)
+
+
+def test_arrays_are_embedded(monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    images = rng.random((5, 8, 8, 1), np.float32)
+    np.savez("x.npz", x=images)
+    names, vectors = run("x.npz", "--model", DIGITS, "--batch-size", 2)
+    assert names == [f"x.npz[{i}]" for i in range(5)]
+    pixels = torch.from_numpy(images).movedim(-1, 1)
+    assert_close(vectors, embed(load(DIGITS), pixels), rtol=1e-5, atol=1e-5)
+    model = ImageClassifierConfig(
+        image_size=(16,), patch_size=(4,), channels=1, width=24, depth=1, pool="mean"
+    ).build()
+    format = ArrayFormat(channels=1, shape=(16,), mean=(0.0,), std=(1.0,), is_ragged=True)
+    source = Checkpoint(
+        folder=Path("run"), run={}, model=model.eval(), format=format, class_names=(), metrics={}
+    )
+    monkeypatch.setattr(loading, "load", lambda _: source)
+    signals = rng.random((3, 16, 1), np.float32)
+    np.savez("x.npz", x=signals, lengths=np.array([16, 9, 5]))
+    _, vectors = run("x.npz", "--model", DIGITS)
+    for row, length in enumerate((16, 9, 5)):
+        alone = embed(source, torch.from_numpy(signals[row : row + 1, :length]).movedim(-1, 1))
+        assert_close(vectors[row : row + 1], alone, rtol=1e-5, atol=1e-5)
+    assert "the model reads arrays (.npz or .npy files), not 'a.png'" in main_error(capsys)
+
+
+def main_error(capsys):
+    Path("vectors.npz").unlink()
+    return fails(capsys, "a.png", "--model", DIGITS)
+
+
+def test_a_model_without_vectors_is_refused(capsys):
+    message = fails(capsys, "a.png", "--model", "zoo/digits_denoiser")
+    assert "a Denoiser computes no vectors, expected a language model or a classifier" in message

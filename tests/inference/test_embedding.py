@@ -1,86 +1,245 @@
-"""Vectors of texts and images: padding and batches have no effect."""
+"""Vectors of texts and images: padding, batches and order have no effect; each kind of pooling."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import normalize
+from PIL import Image
+from tiny_language_models import BOTH, CAUSAL, SMALL, causal, ids, masked, padded
+from tiny_tokenizers import WORDS, words
 from torch.testing import assert_close
 
-import onescan
-from onescan.inference.embedding import embed_images, embed_texts, encode_texts
-from onescan.inputs.tokenizer import ByteTokenizer
+from onescan.inference.embedding import embed, embed_grids, embed_tokens
+from onescan.inference.loading import Checkpoint, load, load_language_model
+from onescan.inputs import ByteTokenizer, ImageFormat, PairFormat, TextFormat, read_image
+from onescan.layers.position import TokenPositionConfig
+from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.sequence_classifier import SequenceClassifierConfig
 
-TEXT = {"vocab_size": 257, "width": 12, "depth": 2, "mixer.num_heads": 2}
-TEXTS = ["to be", "a", "or not to be, that is the question", "bee"]
-
-
-def model(name):
-    torch.manual_seed(0)
-    if name == "classifier":
-        mixer = onescan.preset("lightnet_mlm_base", **TEXT).mixer
-        config = onescan.SequenceClassifierConfig(vocab_size=257, width=12, depth=2, mixer=mixer)
-        return config.build().double().eval()
-    return onescan.build(name, **TEXT).double().eval()
-
-
-@pytest.mark.parametrize("name", ["lightnet_lm_45m", "lion_s_mlm_base", "bert_base", "classifier"])
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_batches_have_no_effect(name, pooling):
-    net = model(name)
-    tokens = encode_texts(net, ByteTokenizer(), TEXTS).tokens
-    together = embed_texts(net, tokens, pooling=pooling)
-    assert together.shape == (4, 12)
-    for batch_size in (1, 3):
-        assert_close(
-            embed_texts(net, tokens, pooling=pooling, batch_size=batch_size), together,
-            atol=1e-9, rtol=1e-9,
-        )  # fmt: skip
-    for ids, vector in zip(tokens, together, strict=True):
-        x, _ = net.network(torch.as_tensor(ids.astype(np.int64))[None])
-        expected = x[0].mean(dim=0) if pooling == "mean" else x[0, -1]
-        assert_close(vector, expected.detach(), atol=1e-9, rtol=1e-9)
+TEXTS = ["the cat sat on the mat", "a dog", "the mat", "the dog sat", "a cat on a mat"]
+TOLERANCE = {"rtol": 0, "atol": 1e-9}
+MODELS = {
+    **{f"{name}, causal": (causal, change) for name, change in CAUSAL.items()},
+    **{name: (masked, change) for name, change in BOTH.items()},
+}
+IMAGES = ImageFormat(channels=3, height=8, width=8, mean=(0.5,) * 3, std=(0.2,) * 3)
 
 
-def test_vectors_are_scaled():
-    net = model("lightnet_lm_45m")
-    tokens = encode_texts(net, ByteTokenizer(), TEXTS)
-    expected = normalize(embed_texts(net, tokens), dim=-1)
-    assert torch.equal(embed_texts(net, tokens, normalize=True), expected)
+def pair(name="lion", **more):
+    """A masked language model in float64 and a tokenizer that adds [CLS] and [SEP]."""
+    return masked(BOTH[name], vocab_size=len(WORDS), **more), words(framed=True)
 
 
-def test_long_texts_are_truncated_and_counted():
-    net = onescan.build("bert_base", **TEXT, **{"position.max_tokens": 6}).eval()
-    encoded = encode_texts(net, ByteTokenizer(), TEXTS)
-    assert encoded.truncated == 1
-    assert [len(tokens) for tokens in encoded.tokens] == [5, 1, 6, 3]
-    assert_close(
-        embed_texts(net, encoded)[2:3],
-        embed_texts(net, encode_texts(net, ByteTokenizer(), ["or not"])),
+def checkpoint(model, format, folder="nowhere"):
+    return Checkpoint(
+        folder=Path(folder), run={}, model=model.eval(), format=format, class_names=(), metrics={}
     )
 
 
-@pytest.mark.parametrize("pool", ["mean", "class_token", "max"])
-def test_images_give_the_input_of_the_head(pool):
-    net = onescan.build(
-        "lightnet_tiny", image_size=(8, 12), patch_size=(4, 4), width=12, depth=1, num_classes=3,
-        pool=pool, **{"mixer.num_heads": 2},
-    ).double().eval()  # fmt: skip
-    images = torch.randn(5, 3, 8, 12, dtype=torch.float64)
-    vectors = embed_images(net, images, batch_size=2)
-    assert_close(net.head(vectors), net(images), atol=1e-9, rtol=1e-9)
+def text_classifier(length=16, **more):
+    """A text classifier of bytes."""
+    config = SequenceClassifierConfig(**{**SMALL, **BOTH["lion"], "vocab_size": 258, **more})
+    format = PairFormat(text=TextFormat.of(ByteTokenizer()), length=length)
+    return checkpoint(config.build().double(), format)
 
 
-def test_mistakes_are_named():
-    net = model("lightnet_lm_45m")
-    with pytest.raises(ValueError, match="texts is empty"):
-        embed_texts(net, [])
-    with pytest.raises(ValueError, match="pooling 'max' is unknown"):
-        embed_texts(net, [np.array([1])], pooling="max")
-    with pytest.raises(ValueError, match="batch_size"):
-        embed_texts(net, [np.array([1])], batch_size=0)
-    with pytest.raises(ValueError, match=r"texts\[1\] is '', which has no tokens"):
-        encode_texts(net, ByteTokenizer(), ["a", ""])
-    with pytest.raises(ValueError, match="expected an ImageClassifier"):
-        embed_images(net, torch.randn(1, 3, 8, 8))
-    with pytest.raises(ValueError, match="expected a language model or text classifier"):
-        embed_texts(torch.nn.Linear(1, 1), [np.array([1])])
+def image_classifier(**more):
+    sizes = {"image_size": (8, 8), "patch_size": (4, 4), "width": 24, "depth": 1, "num_classes": 3}
+    return ImageClassifierConfig(**{**sizes, **more}).build().double().eval()
+
+
+# Texts
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_padding_of_tokens_has_no_effect(kind, side, pooling):
+    build, change = MODELS[kind]
+    model, tokens, lengths = build(change), ids(4, 9), [9, 5, 1, 7]
+    together = embed_tokens(model, *padded(tokens, lengths, side), pooling=pooling)
+    for row, length, vector in zip(tokens, lengths, together, strict=True):
+        alone = embed_tokens(model, row[None, :length], None, pooling=pooling)
+        assert_close(vector, alone[0], **TOLERANCE)
+
+
+def test_one_text_has_the_vector_that_it_has_among_others():
+    source = pair()
+    together = embed(source, TEXTS)
+    assert together.shape == (len(TEXTS), 24)
+    alone = torch.cat([embed(source, [text]) for text in TEXTS])
+    assert_close(together, alone, **TOLERANCE)
+    for size in (1, 2, 3):
+        assert_close(embed(source, TEXTS, batch_size=size), together, **TOLERANCE)
+    assert_close(embed(source, TEXTS[::-1]), together.flip(0), **TOLERANCE)
+    assert not torch.allclose(together[0], together[1])
+
+
+def test_in_float32_batches_agree_to_five_digits():
+    source = load_language_model("zoo/shakespeare_lightnet")
+    texts = ["To be, or not to be", "A horse! A horse! my kingdom for a horse!", "Ay", "No" * 300]
+    together = embed(source, texts)
+    assert together.dtype == torch.float32
+    alone = torch.cat([embed(source, [text], batch_size=1) for text in texts])
+    assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert_close(embed(load("zoo/shakespeare_lightnet"), texts), together)
+
+
+def test_poolings_of_texts_are_what_they_say():
+    model, tokenizer = pair()
+    with torch.no_grad():
+        x, _ = model.network(torch.tensor([tokenizer.encode(TEXTS[0], framed=True)]))
+    for pooling, want in {"mean": x.mean(dim=1), "last": x[:, -1], "class_token": x[:, 0]}.items():
+        assert_close(embed((model, tokenizer), TEXTS[:1], pooling=pooling), want, **TOLERANCE)
+    assert_close(embed((model, tokenizer), TEXTS[:1]), x.mean(dim=1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("pool", ["mean", "first", "max", "attention"])
+def test_the_head_of_a_text_classifier_reads_what_is_pooled(pool):
+    source = text_classifier(pool=pool, head_transform=False)
+    vectors = embed(source, TEXTS[1:3], pooling="head")
+    with torch.no_grad():
+        want = source.model(*source.format.model_input(TEXTS[1:3]))
+        assert_close(source.model.head.scores(vectors), want, **TOLERANCE)
+    if pool == "mean":
+        assert_close(embed(source, TEXTS[1:3]), vectors, **TOLERANCE)
+
+
+def test_vectors_are_normalized_on_request():
+    source = pair()
+    vectors = embed(source, TEXTS, normalize=True)
+    assert_close(vectors.norm(dim=1), torch.ones(len(TEXTS)).double(), **TOLERANCE)
+    assert_close(vectors, torch.nn.functional.normalize(embed(source, TEXTS)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["language model", "classifier"])
+def test_long_texts_are_refused_or_truncated_as_in_predict(kind):
+    long, short = "the " * 9 + "cat", "the " * 5 + "the"
+    if kind == "language model":  # [CLS], 6 words, [SEP]
+        source = pair("bert", position=TokenPositionConfig(max_tokens=8))
+    else:
+        source, short = text_classifier(length=8), "the the "
+    message = r"inputs\[1\] is longer than the 8 tokens that the model reads; pass truncate=True"
+    with pytest.raises(ValueError, match=message):
+        embed(source, [short, long])
+    vectors = embed(source, [short, long], truncate=True)
+    assert_close(vectors[0], vectors[1], **TOLERANCE)
+    assert_close(vectors[:1], embed(source, [short]), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "inputs is empty"),
+        ("the cat", "inputs is a single string"),
+        (["a", ""], r"inputs\[1\] is '', which has no tokens"),
+    ],
+)
+def test_inputs_without_texts_are_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        embed(pair(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("source", "pooling", "message"),
+    [
+        (pair, "head", "pooling is 'head', expected 'mean', 'last' or 'class_token'"),
+        (
+            lambda: (causal(CAUSAL["lion"], vocab_size=len(WORDS)), words(framed=True)),
+            "class_token",
+            "pooling is 'class_token', but the first token of a causal model reads no other",
+        ),
+        (
+            lambda: (masked(BOTH["lion"], vocab_size=258), ByteTokenizer()),
+            "class_token",
+            "pooling is 'class_token', but tokenizer 'bytes' adds no token before a text",
+        ),
+        (
+            lambda: checkpoint(image_classifier(), IMAGES),
+            "last",
+            "pooling is 'last', expected 'head', 'mean' or 'class_token'",
+        ),
+        (
+            lambda: checkpoint(image_classifier(pool="mean"), IMAGES),
+            "class_token",
+            "pooling is 'class_token', but there is no class token in this model",
+        ),
+    ],
+)
+def test_poolings_that_do_not_fit_are_refused(source, pooling, message):
+    with pytest.raises(ValueError, match=message):
+        embed(source(), TEXTS, pooling=pooling)
+
+
+def test_other_models_are_refused():
+    model = DensePredictorConfig(image_size=(8, 8), patch_size=(4, 4)).build()
+    with pytest.raises(
+        ValueError, match="a DensePredictor computes no vectors, expected a language"
+    ):
+        embed(checkpoint(model, IMAGES), ["a.png"])
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        embed(pair(), TEXTS, batch_size=0)
+
+
+# Images
+
+
+@pytest.fixture
+def files(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, size in (("a.png", (8, 8)), ("b.png", (20, 11)), ("c.png", (5, 9))):
+        Image.fromarray(rng.integers(256, size=(*size, 3), dtype=np.uint8)).save(tmp_path / name)
+    return sorted(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pool", ["class_token", "mean", "mean_with_class_token", "attention"])
+def test_the_head_of_an_image_classifier_reads_the_vectors(pool, files):
+    source = checkpoint(image_classifier(pool=pool), IMAGES)
+    source.model.double()
+    vectors = embed(source, files)
+    images = torch.stack([read_image(file, IMAGES) for file in files]).double()
+    with torch.no_grad():
+        assert_close(source.model.head(vectors), source.model(images), **TOLERANCE)
+    assert_close(torch.cat([embed(source, [file]) for file in files]), vectors, **TOLERANCE)
+    assert_close(embed(source, files, batch_size=2), vectors, **TOLERANCE)
+
+
+def test_poolings_of_images_are_what_they_say(files):
+    source = checkpoint(image_classifier(), IMAGES)
+    images = torch.stack([read_image(file, IMAGES) for file in files]).double()
+    with torch.no_grad():
+        tokens = source.model.forward_features(images)
+    assert_close(embed(source, files, pooling="class_token"), tokens[:, 0], **TOLERANCE)
+    assert_close(embed(source, files, pooling="mean"), tokens[:, 1:].mean(dim=1), **TOLERANCE)
+
+
+def test_pixels_are_standardized_like_files(files):
+    source = checkpoint(image_classifier(), IMAGES)
+    pixels = torch.randint(256, (3, 3, 8, 8), dtype=torch.uint8)
+    for i, file in enumerate(files):
+        Image.fromarray(pixels[i].movedim(0, -1).numpy()).save(file)
+    want = embed(source, files)
+    assert_close(embed(source, pixels, batch_size=2), want, rtol=0, atol=1e-6)
+    assert_close(embed(source, pixels.numpy()), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["head", "mean"])
+def test_padding_of_grids_has_no_effect(pooling):
+    model = image_classifier(channels=1, image_size=(16,), patch_size=(4,), pool="mean")
+    signals = torch.randn(2, 1, 16).double()
+    keep = torch.ones(2, 16, dtype=torch.bool)
+    keep[1, 8:] = False
+    signals[1, :, 8:] = torch.nan
+    together = embed_grids(model, signals, keep, pooling=pooling)
+    for i, length in enumerate((16, 8)):
+        alone = embed_grids(model, signals[i : i + 1, :, :length], pooling=pooling)
+        assert_close(together[i : i + 1], alone, **TOLERANCE)
+
+
+def test_files_for_a_model_of_arrays_are_refused():
+    with pytest.raises(ValueError, match="inputs is empty"):
+        embed(checkpoint(image_classifier(), IMAGES), [])
+    with pytest.raises(FileNotFoundError, match=r"no\.png"):
+        embed(checkpoint(image_classifier(), IMAGES), ["no.png"])

@@ -101,6 +101,8 @@ def test_a_model_is_trained(tmp_path):
     ("argv", "shows"),
     [
         (["predict", "zoo/digits_lightnet", "digit.png"], "digit.png: "),
+        (["embed", "digit.png", "--model", "zoo/digits_lightnet", "--out", "a.npz"], "1 vector"),
+        (["embed", "To be", "--model", "zoo/shakespeare_lightnet", "--out", "a.npz"], "1 vector"),
         (["generate", "zoo/shakespeare_lightnet", "--max-new-tokens", "5", "--prompt", "A"], "A"),
         (["zoo"], "cifar10_lightnet"),
         (["models"], "lightnet_tiny"),

@@ -27,7 +27,7 @@ from onescan.inference.classification import _check_classifier
 from onescan.inputs import GridFormat
 from onescan.inputs.images import check_unit_range, unit_pixels
 from onescan.inputs.targets import CLASSES, Target
-from onescan.shapes import Logits
+from onescan.shapes import GridKeep, Grids, Logits
 
 TOP = 5
 ROWS = 64  # arrays that are read at once by `classify_arrays`
@@ -176,11 +176,22 @@ def classify_arrays(
     """
     _check_classifier(model)
     device = next(model.parameters()).device
+    for values, keep in read_arrays(data, format):
+        values = values.to(device)
+        outputs = model(values) if keep is None else model(values, keep=keep.to(device))
+        yield from target.predictions(outputs).cpu()
+
+
+def read_arrays(data: ArrayDataset, format: GridFormat) -> Iterator[tuple[Grids, GridKeep | None]]:
+    """Yield batches of examples as a model's input, and masks of those of different sizes.
+
+    Raises:
+        ValueError: If a value is not finite; or if the model was trained on bytes, and the examples
+            are not in the range of pixels.
+    """
     for first in range(0, len(data), ROWS):
         rows = [Example(row) for row in range(first, min(first + ROWS, len(data)))]
         stored, _, *masks = data.read(rows).batch
         if format.reads_pixels:
             check_unit_range(unit_pixels(stored))
-        values = format.model_input(stored).float().to(device)
-        outputs = model(values, keep=masks[0].to(device)) if masks else model(values)
-        yield from target.predictions(outputs).cpu()
+        yield format.model_input(stored).float(), masks[0] if masks else None

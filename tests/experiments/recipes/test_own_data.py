@@ -363,7 +363,7 @@ def test_the_statistics_of_large_offsets_reach_the_run(tmp_path):
 
 
 def test_images_that_predict_leaves_out_are_counted(shapes, tmp_path, caplog):
-    from onescan.cli.predict import images_at
+    from onescan.cli.readers import images_at
 
     for name in ("a.png", "b.heic", "c"):
         (tmp_path / name).touch()

@@ -471,10 +471,6 @@ def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     trained, texts = names["trained"], ["the soup was good", "the rain was cold"]
     want = classify_texts(trained.model, texts, trained.format.open(run))
     torch.testing.assert_close(names["probabilities"], want)
-    names["embed"] = lambda tokens, keep: trained.model.network(tokens, keep=keep)[0]
-    code = python_block("embeddings.md", "model_input").replace("RUN", str(run))
-    exec(code, names)  # noqa: S102
-    assert names["vectors"].shape == (2, 17, 32)
 
 
 @pytest.mark.slow

@@ -1,0 +1,185 @@
+"""Shared by the commands that apply a model to the user's images, arrays and texts."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from onescan.messages import printable
+
+if TYPE_CHECKING:
+    from onescan.inference.loading import Checkpoint as TrainedModel
+
+ARRAY_FILES = (".npz", ".npy")
+LINE_FILE = ".txt"
+MAX_SKIPPED = 10  # messages on inputs that cannot be read
+OutputT = TypeVar("OutputT")
+SettingT = TypeVar("SettingT")
+
+
+class GivenText(NamedTuple):
+    """A text, and its file and line, or the text itself if it is an argument."""
+
+    text: str
+    place: str
+
+
+def read_grids(
+    checkpoint: "TrainedModel",
+    paths: Sequence[str],
+    unreadable: list[str],
+    *,
+    read_arrays: Callable[[Any], Iterable[OutputT]],
+    read_file: Callable[[Path], OutputT],
+) -> Iterator[tuple[str, OutputT]]:
+    """Yield the path of each image or the row of an array, and what is returned for it.
+
+    Args:
+        checkpoint: A model of images or arrays.
+        paths: Files of arrays, which are read first; image files, and folders of them.
+        unreadable: Messages on the images in folders that cannot be read are added to it.
+        read_arrays: Returns an output for each example of a file, an `ArrayDataset`.
+        read_file: Returns the output for an image file.
+
+    Raises:
+        ValueError: If a file of arrays, or an image that is not in a folder, cannot be read.
+        OSError: Likewise.
+    """
+    from onescan.experiments.data.arrays import read_inputs
+    from onescan.inputs import GridFormat, ImageFormat
+
+    format = checkpoint.format
+    arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
+    if arrays and isinstance(format, GridFormat):
+        layout = data_setting(checkpoint, "channels_first", default=False)
+        paths = [path for path in paths if path not in arrays]
+        for path in arrays:
+            data = read_inputs(path, format, channels_first=layout)
+            try:
+                for row, output in enumerate(read_arrays(data)):
+                    yield f"{path}[{row}]", output
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+    is_image_model = isinstance(format, ImageFormat)
+    for file, is_in_folder in images_at([Path(path) for path in paths], walk=is_image_model):
+        try:
+            output = read_file(file)
+        except (OSError, ValueError) as error:
+            if not is_in_folder or str(file) not in str(error):
+                raise
+            unreadable.append(str(error))
+            continue
+        yield str(file), output
+
+
+def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
+    """Yield files and, if `walk`, the images in folders, and whether they are in a folder."""
+    for path in paths:
+        if not (walk and path.is_dir()):
+            yield path, False
+            continue
+        from onescan.experiments.data.sources import images_below
+
+        for file in images_below(str(path)):
+            yield Path(file), True
+
+
+def read_texts(
+    arguments: Sequence[str], column: str, unreadable: list[str], *, lines: bool = False
+) -> list[GivenText]:
+    """Read texts from the command line, from tables and, if `lines`, from the lines of .txt files.
+
+    Args:
+        arguments: Texts, and names of files.
+        column: Column of the texts in tables.
+        unreadable: Messages on the rows and lines that cannot be read are added to it.
+        lines: Whether to read .txt files, one text per line.
+
+    Raises:
+        ValueError: If a file does not exist, is of another type, or has no such column.
+    """
+    from onescan.experiments.data.text.files import READERS, is_table
+    from onescan.experiments.data.text.lines import file_type
+
+    texts: list[GivenText] = []
+    for argument in arguments:
+        path = Path(argument)
+        has_lines = lines and file_type(path) == LINE_FILE
+        is_file_name = (is_table(path) or has_lines) and len(argument.split()) == 1
+        if is_file_name or _exists(argument):
+            if lines and not (has_lines or is_table(path)):
+                raise ValueError(
+                    f"{argument} is not a file of texts, expected a name ending in "
+                    f"{', '.join((LINE_FILE, *READERS))}"
+                )
+            texts += (_lines_of if has_lines else _rows_of)(argument, column, unreadable)
+        elif argument.strip():
+            texts.append(GivenText(argument, argument))
+        else:
+            raise ValueError("inputs has an empty text")
+    return texts
+
+
+def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
+    """Yield the texts of a table; messages on the others are added to `unreadable`."""
+    from onescan.experiments.data.text.files import read_rows
+    from onescan.experiments.data.text_table import read_text
+
+    rows = [row for row in read_rows(Path(argument)) if not row.is_empty_line]
+    columns = dict.fromkeys(str(name) for row in rows for name in row.cells)
+    if columns and column not in columns:
+        raise ValueError(
+            f"{argument} has no column {column!r}; available: {', '.join(columns)} "
+            "(--text-column selects one)"
+        )
+    for row in rows:
+        try:
+            yield GivenText(read_text(row, column), row.place)
+        except ValueError as error:
+            unreadable.append(str(error))
+
+
+def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
+    """Yield the lines of a file; messages on the others are added to `unreadable`."""
+    from onescan.experiments.data.text.files import read_file
+
+    if not Path(argument).is_file():
+        raise ValueError(f"there is no file {argument}")
+    for document, _ in read_file(Path(argument), {}, column, "line"):
+        if document.is_blank:
+            unreadable.append(f"{document.place}: the text is empty")
+        elif document.fault:
+            unreadable.append(document.message)
+        else:
+            yield GivenText(document.text, document.place)
+
+
+def _exists(argument: str) -> bool:
+    """Return whether there is a file of this name, or a folder of this path."""
+    with suppress(OSError, ValueError):  # such as for a text longer than file names may be
+        path = Path(argument)
+        return path.is_file() or (os.sep in argument and path.is_dir())
+    return False
+
+
+def data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) -> SettingT:
+    """Return a setting of the training data; the default if the data has no such setting."""
+    data = checkpoint.run.get("data")
+    value = data.get(name) if isinstance(data, dict) else None
+    return value if isinstance(value, type(default)) else default
+
+
+def report_skipped(unreadable: Sequence[str]) -> None:
+    """Print messages on inputs that cannot be read, and the number of the others."""
+    for message in unreadable[:MAX_SKIPPED]:
+        print(printable(f"skipped: {message}"), file=sys.stderr)
+    if len(unreadable) > MAX_SKIPPED:
+        print(f"skipped: {len(unreadable) - MAX_SKIPPED} more", file=sys.stderr)
+
+
+def nothing_readable(what: str, inputs: Sequence[str], unreadable: Sequence[str]) -> ValueError:
+    """Return the error if none of the inputs can be read."""
+    reason = f": {unreadable[0]}" if unreadable else ""
+    return ValueError(f"there is no readable {what} in {', '.join(inputs)}{reason}")
