@@ -35,6 +35,7 @@ def change_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps(fields))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_models_are_the_same(name, tmp_path):
     case = CASES[name]

@@ -105,6 +105,7 @@ def test_padding_of_sounds_has_no_effect():
     assert not torch.equal(first_output(model(input_values=values))[1, :10], before[1, :10])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", RUN)
 def test_it_trains(name):
     case = CASES[name]
