@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from onescan.inputs.arrays import ArrayFormat as ArrayFormat
     from onescan.inputs.forecast import ForecastFormat as ForecastFormat
     from onescan.inputs.format import Format as Format
+    from onescan.inputs.format import UnknownFormat as UnknownFormat
     from onescan.inputs.images import GridFormat as GridFormat
     from onescan.inputs.images import ImageFormat as ImageFormat
     from onescan.inputs.images import read_image as read_image
@@ -49,6 +50,7 @@ _MODULES = {
     "Target": "targets",
     "TextFormat": "tokenizer",
     "Tokenizer": "tokenizer",
+    "UnknownFormat": "format",
     "VolumeFormat": "volumes",
     "load_tokenizer": "tokenizer",
     "pad_images": "padding",
