@@ -494,7 +494,11 @@ def _time() -> Suite:
         sweep={"data.validate": True},
         sweep_minutes=5.0,
         variants=variants,
-        order=(tuple(variants),),
+        order=tuple(
+            tuple(f"{name}_{side}_{minutes}min" for name in models)
+            for side in reversed(SIDES)
+            for minutes in reversed(MINUTES)
+        ),
     )
 
 
@@ -511,7 +515,7 @@ ORDER = (
     ("images", 3),
     ("masked", 0),
     ("images", 4),
-    ("time", 0),
+    *(("time", index) for index in range(len(SIDES) * len(MINUTES))),
     ("text", 2),
 )
 
