@@ -186,6 +186,7 @@ def test_sigkill_at_random_moments_loses_nothing(tmp_path, kills, epochs, least)
     assert_same(train(run, folder), whole)
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_to_one_folder(tmp_path, whole):
     def start_another(now):
         if now.step == 3:

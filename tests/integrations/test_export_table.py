@@ -37,9 +37,7 @@ TOLERANCE = 1e-5  # of the largest output
 LENGTHS = ((1, 1), (3, 65), (2, 200))  # batch size and tokens; chunks have 64
 PATCHES = ((1, (2, 9, 4)), (3, (5, 3, 2)), (2, (4, 7, 9)))  # batch size and patches per side
 # The cheapest model of each kind, for the fast tests.
-FAST = (
-    "deit_tiny", "dit_s_8", "gpt2_small", "bert_base", "lightnet_hybrid_tiny", "sequence_decoder",
-)  # fmt: skip
+FAST = ("deit_tiny", "dit_s_8", "gpt2_small", "bert_base")
 over_rows = pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
 )

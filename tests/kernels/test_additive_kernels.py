@@ -474,6 +474,7 @@ def test_a_cuda_graph_repeats_a_call(causal):
     assert_a_graph_repeats(lambda: additive_decay(q, k, v, **named)[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [False, True])
 def test_torch_accepts_the_operators(causal):
     from onescan.ops.additive_decay import launch

@@ -534,6 +534,7 @@ def tiny(path, **data):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_a_whole_one(folder, tmp_path):
     run = tiny(folder[0], spacing=(0.8, 0.8, 2.0), clip=(-1.0, 2.0))
     whole = train(run, tmp_path / "whole")
