@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
                 )
 
     def _padding(self, mask: Tensor, x: Tensor) -> Tensor:
-        """Return the padding [B, T] of a mask of transformers or timm, True for padding."""
+        """Return the padding [B, T] of a transformers or timm mask, True for padding."""
         if not mask.is_floating_point():
             masked = mask == 0
         elif RELATIVE in self.losses:  # the bias is added to the mask

@@ -326,7 +326,7 @@ def _default_output(model: nn.Module, batch: Any) -> Any:
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of transformers for a mapping, and cross-entropy for a pair."""
+    """Return the loss of a transformers model for a mapping, and cross-entropy for a pair."""
     output = _default_output(model, batch)
     if isinstance(batch, Mapping):
         loss = getattr(output, "loss", None)

@@ -105,7 +105,7 @@ def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any)
 
     Nothing is unpickled, and no code from the folder is executed. ``save_pretrained`` of the model
     saves it as `save_linearized` does. After ``import onescan.integrations.transformers``, the Auto
-    classes of transformers load such folders, too.
+    classes of transformers also load such folders.
 
     Args:
         name: Folder, or a name on the Hugging Face Hub.
