@@ -10,9 +10,9 @@ class LinearizeConfig:
     kind: str = "lightnet"
     """Kind of linear attention: lightnet, lion or delta."""
     decay: str | None = None
-    """Decay of lion or delta, such as fixed. The default depends on the kind."""
+    """Decay of lion or delta, such as fixed. By default, it depends on the kind."""
     softmax_every: int | None = None
-    """Keep the softmax attention of every n-th layer."""
+    """Keep the softmax attention of every n-th layer. By default, all layers are replaced."""
     exclude: tuple[str, ...] = ()
     """Names of modules to leave as they are."""
     transfer_steps: int = 300

@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
             kwargs: Keyword arguments of the original module, and others that transformers passes.
 
         Raises:
-            ValueError: If the mask is of another kind, or if the call is one of a decoder,
+            ValueError: If the mask is of another kind, or if the call is that of a decoder, or uses
                 cross-attention or packed sequences.
         """
         x, padding = self.read(args, kwargs)
