@@ -1,4 +1,4 @@
-"""Write the results page of the study and its figures, using only the result files."""
+"""Write the page of the study, its figures and the table of claims, using only the result files."""
 
 import math
 import statistics
@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from study_queue import MINUTE, Claim, Result, Results, Suite, verdict_of
 
 PAGE, IMAGES, PREFIX = "study.md", "images", "study_"
+OVERVIEW = "results.md"  # also shows the table of claims, between two comments
+BEGIN, END = "<!-- claims: written by `benchmarks/study.py table` -->", "<!-- end of claims -->"
 METRICS = {"accuracy": "accuracy", "loss": "loss in nats per byte"}
 INTRODUCTION = """\
 # Study of the papers' claims
@@ -48,9 +50,15 @@ took {hours:.1f} CPU hours, each on one thread of {machines}.
 
 
 def write_page(results: Results, docs: Path) -> None:
-    """Write the page and its figures into the documentation folder, and remove old figures."""
+    """Write the page and its figures into the documentation folder, and remove old figures.
+
+    The table of claims in the overview of all results is replaced.
+    """
     mpl.rcParams.update({"svg.hashsalt": "onescan", "svg.fonttype": "path", "font.size": 10})
-    parts, figures = [introduction(results), *claims(results)], {}
+    table = claims(results)
+    parts, figures = [introduction(results), "## Claims", "", *table, ""], {}
+    before, rest = (docs / OVERVIEW).read_text(encoding="utf-8").split(BEGIN)
+    overview = [before + BEGIN, "", *table, "", END + rest.split(END)[1]]
     for name in queue.SUITES:
         runs = [each for each in results.values() if each.suite == name]
         trained = [each for each in runs if not each.is_sweep]
@@ -70,6 +78,7 @@ def write_page(results: Results, docs: Path) -> None:
     for file_name, figure in figures.items():
         figure.savefig(images / file_name, metadata={"Date": None}, facecolor="white")
     (docs / PAGE).write_text("\n".join(parts), encoding="utf-8")
+    (docs / OVERVIEW).write_text("\n".join(overview), encoding="utf-8")
 
 
 def introduction(results: Results) -> str:
@@ -85,7 +94,7 @@ def introduction(results: Results) -> str:
 
 
 def claims(results: Results) -> list[str]:
-    """Return the table of all claims and their verdicts."""
+    """Return the lines of the table of all claims and their verdicts."""
     rows = [["claim", "paper", "this study", "difference", "seeds", "verdict"]]
     for claim in queue.CLAIMS:
         differences = queue.differences(claim, results)
@@ -103,7 +112,7 @@ def claims(results: Results) -> list[str]:
         shown = difference(metric, verdict.mean - claim.margin, verdict.error)
         seeds = str(verdict.seeds)
         rows.append([claim.text, claim.reported, here, shown, seeds, f"**{verdict.outcome}**"])
-    return ["## Claims", "", *markdown(rows), ""]
+    return markdown(rows)
 
 
 def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result]) -> None:

@@ -13,7 +13,7 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md")
 
 
 def is_hub_name(name: Any) -> bool:
-    """Return whether a name may be one of a model on the hub.
+    """Return whether a name may be that of a model on the hub.
 
     >>> is_hub_name("user/model"), is_hub_name("gpt2"), is_hub_name("runs/digits/seed-0")
     (True, True, False)
@@ -22,15 +22,15 @@ def is_hub_name(name: Any) -> bool:
 
 
 def find_folder(name: Any, **options: Any) -> Path:
-    """Return a local path, or download the model of this name.
+    """Return a local path, or download the model with this name.
 
     Args:
         name: Path, or name on the hub.
         options: Options of `download`.
 
     Raises:
-        FileNotFoundError: If there is no such path, and it cannot be downloaded.
-        ImportError: If huggingface_hub is needed and not installed.
+        FileNotFoundError: If there is no such path, and no such model can be downloaded.
+        ImportError: If huggingface_hub is needed but not installed.
     """
     path = Path(name)
     if path.exists():
@@ -56,7 +56,7 @@ def download(
         cache_dir: Folder of the cache; by default that of huggingface_hub.
 
     Raises:
-        FileNotFoundError: If it cannot be downloaded, for example without a network.
+        FileNotFoundError: If it cannot be downloaded, for example without network access.
         ImportError: If huggingface_hub is not installed.
     """
     try:
@@ -109,7 +109,7 @@ def upload(
         The address of the commit.
 
     Raises:
-        ValueError: If the name is not one of the hub.
+        ValueError: If the name is not valid on the hub.
         ImportError: If huggingface_hub is not installed.
         OSError: If the upload fails.
     """

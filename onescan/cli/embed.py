@@ -40,12 +40,12 @@ def embed(argv: Argv) -> None:
         inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE...")]
         """For language models and text classifiers: .txt files with one text per line, tables
         (.csv, .tsv, .jsonl, .ndjson, .json or .parquet), and texts in quotes. Empty lines and
-        unreadable rows are skipped. For image classifiers: files of any size, and folders, whose
-        images are found at any depth and skipped if they cannot be read. For classifiers of arrays:
-        .npz files with an array x, and .npy files."""
+        unreadable rows are skipped. For image classifiers: images of any size, and folders, in
+        which images are found at any depth and skipped if they cannot be read. For classifiers of
+        arrays: .npz files with an array x, and .npy files."""
         model: Annotated[str, tyro.conf.arg(metavar="RUN")]
         """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder or hub name
-        of a language model of transformers."""
+        of a transformers language model."""
         out: Annotated[str, tyro.conf.arg(metavar="FILE.npz")]
         """File to write. It contains two arrays: vectors, of shape [N, width] in float32, and
         names: the path of each image, the file and row of each array, or the file and line of each
@@ -60,7 +60,8 @@ def embed(argv: Argv) -> None:
         batch_size: int = 64
         """Texts or images per batch; affects memory, and results only by rounding."""
         text_column: str | None = None
-        """Column of the texts in tables; by default that of the training data, or text."""
+        """Column of tables that contains the texts; by default that of the training data, or
+        text."""
         device: Device = "auto"
         compute: Compute
         imports: Imports = ()
@@ -72,7 +73,7 @@ def embed(argv: Argv) -> None:
     if out.suffix != VECTOR_FILE:
         raise ValueError(f"out is {options.out!r}, expected a name ending in {VECTOR_FILE}")
     if any(out.absolute() == Path(path).absolute() for path in options.inputs):
-        raise ValueError(f"out is {options.out!r}, which is an input, expected another name")
+        raise ValueError(f"out is {options.out!r}, which is also an input; choose another name")
     import numpy as np
     import torch
 
@@ -113,7 +114,7 @@ def embed(argv: Argv) -> None:
 
 
 def _load(name: str) -> "Source":
-    """Load a run, or a language model of transformers with its tokenizer."""
+    """Load a run, or a transformers language model with its tokenizer."""
     from onescan.inference import loading
 
     name = loading.downloaded(name)
@@ -132,7 +133,7 @@ def _text_column(source: "Source") -> str:
 def _text_vectors(
     model: Any, texts: Sequence[GivenText], encoder: "PairEncoder", settings: Settings
 ) -> "tuple[list[str], list[Tensor]]":
-    """Return the places and the vectors of texts; print how many of them are truncated."""
+    """Return the names and the vectors of texts; print how many of them are truncated."""
     from onescan.inference.embedding import embed_sequences
 
     if not texts:
@@ -153,7 +154,7 @@ def _examples(
 ) -> "Iterator[tuple[str, Example]]":
     """Yield the name of each image or array, its standardized values, and which of them are real.
 
-    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
+    Unreadable images in folders are skipped, and messages about them are added to `unreadable`.
     """
     from onescan.experiments.tasks.image_classification import read_arrays
     from onescan.inference.classification import image_format

@@ -1,4 +1,4 @@
-"""The command that gives a trained encoder of transformers linear attention: linearize."""
+"""The command that converts a trained transformers encoder to linear attention: linearize."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -16,22 +16,23 @@ TRANSFER = "transfer"
 
 
 def linearize(argv: Argv) -> None:
-    """Replace the softmax attention of an encoder of transformers by linear attention.
+    """Replace the softmax attention of a transformers encoder with linear attention.
 
     First, each new layer learns to reproduce the attention that it replaces. Then the whole model
-    is trained on the data. The output folder is loaded by load_linearized of
-    onescan.integrations.transformers, and by transformers' Auto classes after importing that.
+    is trained on the data. Load the output folder with load_linearized from
+    onescan.integrations.transformers, or, after importing that module, with transformers' Auto
+    classes.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(LinearizeConfig):
         model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-        """Folder or hub name of a transformers model for masked language modeling, or text or image
-        classification, with its tokenizer or image processor."""
+        """Folder or hub name of a transformers model for masked language modeling, text
+        classification or image classification, with its tokenizer or image processor."""
         data: Annotated[str, tyro.conf.arg(metavar="PATH")]
-        """Text for a masked language model; a table with the columns text and label; or a folder of
-        images with a subfolder per class. A part is held out for evaluation, as in onescan
-        train."""
+        """Text for a masked language model, a table with the columns text and label, or a folder of
+        images with one subfolder per class. Part of the data is held out for evaluation, as in
+        onescan train."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
         """Output folder, which must not exist."""
         device: Device = "auto"

@@ -1,4 +1,4 @@
-"""Shared by the commands that apply a model to the user's images, arrays and texts."""
+"""Read the images, arrays and texts to which a command applies a model."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 ARRAY_FILES = (".npz", ".npy")
 LINE_FILE = ".txt"
-MAX_SKIPPED = 10  # messages on inputs that cannot be read
+MAX_SKIPPED = 10  # messages about inputs that cannot be read
 OutputT = TypeVar("OutputT")
 SettingT = TypeVar("SettingT")
 
 
 class GivenText(NamedTuple):
-    """A text, and its file and line, or the text itself if it is an argument."""
+    """A text, and its file and line, or the text again if it was an argument of the command."""
 
     text: str
     place: str
@@ -34,13 +34,13 @@ def read_grids(
     read_arrays: Callable[[Any], Iterable[OutputT]],
     read_file: Callable[[Path], OutputT],
 ) -> Iterator[tuple[str, OutputT]]:
-    """Yield the path of each image or the row of an array, and what is returned for it.
+    """Yield the path of each image or the row of each array, and the output for it.
 
     Args:
-        checkpoint: A model of images or arrays.
-        paths: Files of arrays, which are read first; image files, and folders of them.
-        unreadable: Messages on the images in folders that cannot be read are added to it.
-        read_arrays: Returns an output for each example of a file, an `ArrayDataset`.
+        checkpoint: A model that takes images or arrays.
+        paths: Array files, which are read first, image files, and folders of images.
+        unreadable: List to which messages about unreadable images in folders are added.
+        read_arrays: Returns the outputs for the examples of an array file, an `ArrayDataset`.
         read_file: Returns the output for an image file.
 
     Raises:
@@ -75,7 +75,7 @@ def read_grids(
 
 
 def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
-    """Yield files and, if `walk`, the images in folders, and whether they are in a folder."""
+    """Yield files and, if `walk`, the images in folders, each with whether it is in a folder."""
     for path in paths:
         if not (walk and path.is_dir()):
             yield path, False
@@ -94,7 +94,7 @@ def read_texts(
     Args:
         arguments: Texts, and names of files.
         column: Column of the texts in tables.
-        unreadable: Messages on the rows and lines that cannot be read are added to it.
+        unreadable: List to which messages about unreadable rows and lines are added.
         lines: Whether to read .txt files, one text per line.
 
     Raises:
@@ -123,7 +123,7 @@ def read_texts(
 
 
 def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
-    """Yield the texts of a table; messages on the others are added to `unreadable`."""
+    """Yield the texts of a table; messages about unreadable rows are added to `unreadable`."""
     from onescan.experiments.data.text.files import read_rows
     from onescan.experiments.data.text_table import read_text
 
@@ -142,7 +142,7 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
 
 
 def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
-    """Yield the lines of a file; messages on the others are added to `unreadable`."""
+    """Yield the lines of a file; messages about unreadable ones are added to `unreadable`."""
     from onescan.experiments.data.text.files import read_file
 
     if not Path(argument).is_file():
@@ -157,8 +157,8 @@ def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Giv
 
 
 def _exists(argument: str) -> bool:
-    """Return whether there is a file of this name, or a folder of this path."""
-    with suppress(OSError, ValueError):  # such as for a text longer than file names may be
+    """Return whether there is a file with this name, or a folder at this path."""
+    with suppress(OSError, ValueError):  # for example, if a text is too long for a file name
         path = Path(argument)
         return path.is_file() or (os.sep in argument and path.is_dir())
     return False
@@ -172,7 +172,7 @@ def data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) ->
 
 
 def report_skipped(unreadable: Sequence[str]) -> None:
-    """Print messages on inputs that cannot be read, and the number of the others."""
+    """Print the first messages about unreadable inputs, and the number of further ones."""
     for message in unreadable[:MAX_SKIPPED]:
         print(printable(f"skipped: {message}"), file=sys.stderr)
     if len(unreadable) > MAX_SKIPPED:
@@ -180,6 +180,6 @@ def report_skipped(unreadable: Sequence[str]) -> None:
 
 
 def nothing_readable(what: str, inputs: Sequence[str], unreadable: Sequence[str]) -> ValueError:
-    """Return the error if none of the inputs can be read."""
+    """Return the error to raise if none of the inputs can be read."""
     reason = f": {unreadable[0]}" if unreadable else ""
     return ValueError(f"there is no readable {what} in {', '.join(inputs)}{reason}")

@@ -1,4 +1,4 @@
-"""Settings of `onescan linearize`, which does not import torch to show its help."""
+"""Settings of `onescan linearize`, in a separate module so that --help does not import torch."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ class LinearizeConfig:
     """How to linearize a saved model. The data is divided into training and held-out examples."""
 
     kind: str = "lightnet"
-    """Linear attention: lightnet, lion or delta."""
+    """Kind of linear attention: lightnet, lion or delta."""
     decay: str | None = None
-    """Decay of lion or delta, such as fixed; None uses the default of the kind."""
+    """Decay of lion or delta, such as fixed. By default, it depends on the kind."""
     softmax_every: int | None = None
-    """Keep the softmax attention of every n-th layer."""
+    """Keep the softmax attention of every n-th layer. By default, all layers are replaced."""
     exclude: tuple[str, ...] = ()
     """Names of modules to leave as they are."""
     transfer_steps: int = 300
@@ -26,8 +26,8 @@ class LinearizeConfig:
     batch_size: int = 32
     """Examples per step."""
     length: int | None = None
-    """Maximum tokens per text. None is 128, or the maximum of the model if that is smaller."""
+    """Maximum tokens per text. By default 128, or the maximum of the model if that is smaller."""
     augment: bool = True
     """Flip and shift training images at random."""
     seed: int = 0
-    """Random seed of the order of examples, masks and new weights."""
+    """Random seed for the order of examples, the masks and the new weights."""

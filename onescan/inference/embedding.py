@@ -44,8 +44,8 @@ def embed(
 ) -> Pooled:
     """Compute one vector per text or image.
 
-    Texts of similar length are read in one batch. A vector depends neither on the padding nor on
-    the other inputs, except for rounding.
+    Texts of similar length share a batch. A vector depends neither on the padding nor on the other
+    inputs, except for rounding.
 
     Args:
         source: A language model, text classifier or image classifier, as `onescan.load` returns it;
@@ -61,15 +61,15 @@ def embed(
             token of a text, such as [CLS].
         normalize: Whether to divide each vector by its length.
         batch_size: Texts or images per batch; affects memory, and results only by rounding.
-        truncate: Whether to leave out the end of texts that are longer than the model reads: than
-            `data.length` of a text classifier's run, or the number of absolute positions.
+        truncate: Whether to cut off the end of texts that are longer than the model reads. The
+            limit is `data.length` of a text classifier's run, or the number of absolute positions.
 
     Returns:
         Vectors on the CPU, in the order of the inputs.
 
     Raises:
-        ValueError: If there are no inputs, one cannot be read, has no tokens or is too long, the
-            model is of another class, or the pooling does not apply to it.
+        ValueError: If there are no inputs, if one of them cannot be read, has no tokens or is too
+            long, if the model is of another class, or if the pooling does not apply to it.
         FileNotFoundError: If an image file does not exist.
     """
     check_whole(1, batch_size=batch_size)
@@ -85,7 +85,7 @@ def embed(
     if any(is_truncated) and not truncate:
         raise ValueError(
             f"inputs[{is_truncated.index(True)}] is longer than the {encoder.length} tokens that "
-            "the model reads; pass truncate=True to leave out its end"
+            "the model reads; pass truncate=True to cut off its end"
         )
     return embed_sequences(model, sequences, batch_size=batch_size, **options)
 
@@ -94,19 +94,19 @@ def model_of(source: Source) -> nn.Module:
     """Return the model of a source.
 
     Raises:
-        ValueError: If it is of a class whose vectors are not supported.
+        ValueError: If models of its class are not supported.
     """
     model = source.model if isinstance(source, Checkpoint) else source[0]
     if not isinstance(model, TextModel | ImageClassifier):
         raise ValueError(
-            f"{named_type(model)} computes no vectors, expected a language model or a classifier "
+            f"{named_type(model)} cannot embed inputs, expected a language model or a classifier "
             "of texts, images or arrays"
         )
     expected = GridFormat if isinstance(model, ImageClassifier) else PairFormat | TextFormat
     if isinstance(source, Checkpoint) and not isinstance(source.format, expected):
         raise ValueError(
-            f"the model was trained on {type(source.format).__name__}, expected texts, images or "
-            "arrays"
+            f"the model's input format is {type(source.format).__name__}, expected that of texts, "
+            "images or arrays"
         )
     return model
 
@@ -117,8 +117,8 @@ def text_encoder(source: Source) -> PairEncoder | None:
     Its `length` is the maximum number of tokens that the model reads.
 
     Raises:
-        ValueError: If the tokenizer is missing, damaged or of another model.
-        ImportError: If transformers is needed and not installed.
+        ValueError: If the tokenizer is missing or damaged, or belongs to another model.
+        ImportError: If transformers is needed but not installed.
     """
     lengths, tokenizer = [sys.maxsize], None
     if not isinstance(source, Checkpoint):
@@ -141,7 +141,7 @@ def choose_pooling(model: nn.Module, encoder: PairEncoder | None, pooling: str |
     """Return a pooling, or the default of a model.
 
     Raises:
-        ValueError: If it does not apply to the model.
+        ValueError: If the pooling does not apply to the model.
     """
     known: tuple[Pooling, ...] = ("mean", "last", "class_token")
     if encoder is None:
@@ -159,9 +159,9 @@ def choose_pooling(model: nn.Module, encoder: PairEncoder | None, pooling: str |
         reason = ""
         if encoder is None:
             if config.pool not in WITH_CLASS_TOKEN:
-                reason = "there is no class token in this model"
+                reason = "this model has no class token"
         elif config.state_block is not None:
-            reason = "the first token of a causal model reads no other"
+            reason = "the first token of a causal model reads no other tokens"
         elif not encoder.before:
             reason = f"tokenizer {encoder.tokenizer.name!r} adds no token before a text"
         if reason:
@@ -177,7 +177,7 @@ def embed_sequences(
     pooling: Pooling = "mean",
     normalize: bool = False,
 ) -> Pooled:
-    """Compute the vectors of texts as tokens, in batches of texts of similar length.
+    """Compute the vectors of tokenized texts, in batches of texts of similar length.
 
     Args:
         model: Language model or text classifier in evaluation mode.
@@ -189,7 +189,7 @@ def embed_sequences(
     Returns:
         Vectors on the CPU.
     """
-    # Longest first, so that a lack of memory shows at once.
+    # Longest first, so that too little memory raises an error at once.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     device, vectors = model.network.device, []
     for first in range(0, len(order), batch_size):
@@ -210,7 +210,7 @@ def embed_tokens(
     pooling: Pooling = "mean",
     normalize: bool = False,
 ) -> Pooled:
-    """Compute the vectors of one batch of texts as tokens.
+    """Compute the vectors of one batch of tokenized texts.
 
     Args:
         model: Language model or text classifier in evaluation mode.

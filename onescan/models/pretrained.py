@@ -48,13 +48,13 @@ class Pretrained:
         """Save the model, with a model card, for `from_pretrained` and `onescan.load`.
 
         Args:
-            folder: Folder to write, which must not exist or be empty.
-            details: ``format``, the input format, such as that of `onescan.load`; ``class_names``;
-                and ``target``, what the outputs mean. Without a format, `onescan predict` cannot
-                read the folder.
+            folder: Folder to write. If it exists, it must be empty.
+            details: ``format``, the input format, such as that of a loaded checkpoint;
+                ``class_names``; and ``target``, what the outputs mean. Without a format,
+                `onescan predict` cannot read the folder.
 
         Raises:
-            ValueError: If the folder is not empty, or a detail is not what is expected.
+            ValueError: If the folder is not empty, or if a detail has the wrong type.
         """
         _function("save_model")(self, folder, **details)
 
@@ -71,7 +71,7 @@ class Pretrained:
             The address of the commit.
 
         Raises:
-            ValueError: If the name is not one of the hub; see also `save_pretrained`.
+            ValueError: If the name is not valid on the hub; see also `save_pretrained`.
             OSError: If the upload fails.
         """
         address: str = _function("push_model")(self, repo_id, **options)

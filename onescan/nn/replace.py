@@ -1,4 +1,4 @@
-"""Replace the softmax attention of encoders of PyTorch, transformers and timm."""
+"""Replace the softmax attention of PyTorch, transformers and timm encoders."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ UNSUPPORTED = (
     "cache", "past_key_values", "past_key_value", "layer_past", "key_value_states",
     "encoder_hidden_states", "context", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
-ARGUMENTS = "replacement"  # attribute of replacements: the `Replacement` that built them
+ARGUMENTS = "replacement"  # attribute of a new module: the `Replacement` it was built from
 IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
 
@@ -70,14 +70,14 @@ class SelfAttention(nn.Module):
 
         Args:
             args: Positional arguments of the original module: first the tokens ``[B, T, dim]``.
-                A mask is one of padding, ``[B, T]`` or ``[B, 1, T or 1, T]``: True or 0.0 for real
-                tokens, or an integer mask ``[B, T]`` with 1 for real tokens. Layers with
+                A mask must be a padding mask: ``[B, T]`` or ``[B, 1, T or 1, T]`` with True or 0.0
+                for real tokens, or ``[B, T]`` integers with 1 for real tokens. Layers with
                 causal=True also take the causal mask. Positions and relative biases are ignored.
-            kwargs: Its keyword arguments, and others of transformers.
+            kwargs: Keyword arguments of the original module, and others that transformers passes.
 
         Raises:
-            ValueError: If the mask is another one, or the call is that of a decoder, of
-                cross-attention, or of packed sequences.
+            ValueError: If the mask is of another kind, or if the call is that of a decoder, or uses
+                cross-attention or packed sequences.
         """
         x, padding = self.read(args, kwargs)
         o = self.attention(x, self.shape, key_padding_mask=padding, prefix=self.prefix)
@@ -102,20 +102,20 @@ class SelfAttention(nn.Module):
         """Raise ValueError if an argument would change the output of the original module."""
         if given.get("is_causal") and not self.attention.causal:
             raise ValueError(
-                "is_causal is True, but the attention was replaced by bidirectional attention; "
-                "replace that of this part of the model with causal=True"
+                "is_causal is True, but the new attention is bidirectional; pass causal=True when "
+                "you replace the attention of this part of the model"
             )
         for name, value in given.items():
             is_ignored = name in IGNORED or is_position_argument(name)
             is_read = name in self.call.parameters and torch.is_tensor(value) and not is_ignored
             if is_read or (name in UNSUPPORTED and value is not None and value is not False):
                 raise ValueError(
-                    f"{name} was given, but linear attention in place of softmax attention does "
-                    "not support it"
+                    f"{name} was given, but the linear attention that replaces softmax attention "
+                    "does not support it"
                 )
 
     def _padding(self, mask: Tensor, x: Tensor) -> Tensor:
-        """Return the padding [B, T] of a mask of transformers or timm, True for padding."""
+        """Return the padding [B, T] of a transformers or timm mask, True for padding."""
         if not mask.is_floating_point():
             masked = mask == 0
         elif RELATIVE in self.losses:  # the bias is added to the mask
@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
         return padding
 
     def _check_rows(self, rows: Tensor, padding: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if real queries do not all read the same tokens, or earlier ones."""
+        """Raise ValueError unless the mask hides only padding and, if causal, later tokens."""
         queries, keys = rows.shape[-2:]
         expected = padding[:, None, None]
         if self.attention.causal and queries == keys:
@@ -141,13 +141,13 @@ class SelfAttention(nn.Module):
         if queries == keys:
             differs = differs & ~padding[:, None]
         if bool(differs.any()):
-            kind = "causal mask" if self.attention.causal else "mask of padding only"
+            kind = "causal mask" if self.attention.causal else "padding mask"
             hint = (
                 ""
                 if self.attention.causal
                 else (
-                    "; if the mask is causal, replace the attention of this part of the model with "
-                    "causal=True"
+                    "; if the mask is causal, pass causal=True when you replace the attention of "
+                    "this part of the model"
                 )
             )
             raise ValueError(
@@ -220,7 +220,7 @@ def real_tokens(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Tens
 
 
 def is_replacement(module: nn.Module) -> bool:
-    """Return whether a module is linear attention of `onescan.nn`."""
+    """Return whether a module is linear attention from `onescan.nn`."""
     return isinstance(module, AttentionLayer | SelfAttention | MultiheadAttention)
 
 
@@ -234,8 +234,8 @@ def find_attention(
     """Return the parts of all softmax attention modules of a model, by name.
 
     Raises:
-        ValueError: If there is none, or one that cannot be replaced, or if an excluded name does
-            not exist.
+        ValueError: If there is none, if one cannot be replaced, or if an excluded name does not
+            exist.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in exclude:
@@ -253,8 +253,8 @@ def find_attention(
         try:
             parts = attention_parts(module)
             if parts is not None and getattr(module, "is_causal", False) and not causal:
-                raise ValueError("is causal; replace it with causal=True")
-            parent = modules[name.rpartition(".")[0]]  # divides tokens into windows
+                raise ValueError("is causal; pass causal=True to replace it")
+            parent = modules[name.rpartition(".")[0]]  # may divide the tokens into windows
             sizes = [getattr(each, "window_size", None) for each in (module, parent)]
             if parts is not None and any(sizes):
                 raise ValueError("attends within windows, which linear attention does not need")
@@ -291,7 +291,7 @@ def _losses_of_model(model: nn.Module, found: Mapping[str, AttentionParts]) -> t
 
 
 def _warn_of_losses(found: Mapping[str, AttentionParts], losses: tuple[str, ...]) -> None:
-    """Warn about what the attention of a model computed and its replacement does not."""
+    """Warn about what the attention of a model computed that its replacement does not."""
     lost = dict.fromkeys((*losses, *(loss for parts in found.values() for loss in parts.losses)))
     if lost:
         warnings.warn(
@@ -310,24 +310,23 @@ def replace_attention(
     exclude: Collection[str] = (),
     **options: Any,
 ) -> list[str]:
-    """Replace the softmax attention of an encoder by linear attention, in place.
+    """Replace the softmax attention of an encoder with linear attention, in place.
 
     Attention is recognized by its structure: a module with linear layers for queries, keys and
-    values, separate or merged, as in nearly all encoders of PyTorch, transformers and timm.
-    Decoders are not supported; of an encoder-decoder, pass the encoder:
+    values, separate or merged, as in nearly all PyTorch, transformers and timm encoders. Decoders
+    are not supported; for an encoder-decoder model, pass only the encoder:
     ``replace_attention(model.encoder)``.
 
-    The projections of queries, keys, values and outputs are copied, with their biases; grouped keys
-    and values are repeated for each head. Decays, gates, the norm of the output and rotary
-    frequencies are new. The model therefore computes something else and needs training, such as
-    that of `onescan.linearize`. The keys of a decay that computes them by itself, such as HGRN2's,
-    are new. Dropout of attention weights is removed. A warning names whatever else the model
-    computed and its replacement does not: rotary positions, relative position biases, norms of
-    queries and keys, or windows.
+    The query, key, value and output projections are copied, with their biases; grouped keys and
+    values are repeated for each head. Decays, gates, the norm of the output and rotary frequencies
+    are new, and so are keys that a decay computes itself, as in HGRN2. The model therefore computes
+    a different function and needs training, for example with `onescan.linearize`. Dropout of
+    attention weights is removed. A warning lists what else the model computed that its replacement
+    does not: rotary positions, relative position biases, norms of queries and keys, or windows.
 
     `save_linearized` and `load_linearized` of `onescan.integrations.transformers` save and load
-    such a model of transformers. For other models, build the model, call this function with the
-    same arguments and then ``load_state_dict``.
+    transformers models with replaced attention. To load any other model, build it, call this
+    function with the same arguments, and then call ``load_state_dict``.
 
     Args:
         model: Model with attention modules.
@@ -337,15 +336,15 @@ def replace_attention(
         prefix: Number of tokens before the grid, such as 1 for ViT's class token.
         exclude: Names of modules to leave as they are, with everything in them.
         options: Options of the layer, such as ``decay="fixed"``, or ``causal=True`` for an encoder
-            with a causal mask, such as CLIP's for text.
+            with a causal mask, such as CLIP's text encoder.
 
     Returns:
         The names of the replaced modules.
 
     Raises:
-        ValueError: If the model has no softmax attention, or some that cannot be replaced and is
-            not excluded: part of a decoder, within windows, or with unknown layers. The model is
-            then unchanged.
+        ValueError: If the model has no softmax attention, or if some of it cannot be replaced and
+            is not excluded: attention in a decoder, within windows, or with unknown layers. The
+            model is then unchanged.
 
     >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> replace_attention(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
@@ -362,7 +361,8 @@ def build_replacements(
 ) -> dict[str, nn.Module]:
     """Build the replacements of all softmax attention modules of a model, by name.
 
-    The model stays unchanged, and shares the output projections. See `replace_attention`.
+    The model stays unchanged, but the replacements share its output projections. See
+    `replace_attention`.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerDecoderLayer) and not _is_in(name, exclude):
@@ -395,7 +395,7 @@ def _build_all(
 
 
 def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Replace modules of a model by others."""
+    """Replace modules of a model with the new modules of the same names."""
     for name, module in new.items():
         model.set_submodule(name, module)
     for part in model.modules():
@@ -404,7 +404,7 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
 
 
 def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:
-    """Return how attention of a model was replaced, as JSON types, for `repeat_replacements`."""
+    """Return how a model's attention was replaced, as JSON types, for `repeat_replacements`."""
     groups: list[tuple[Replacement, list[str]]] = []
     for name, module in model.named_modules(remove_duplicate=False):
         arguments = getattr(module, ARGUMENTS, None)
@@ -428,10 +428,10 @@ def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def repeat_replacements(model: nn.Module, described: Collection[Mapping[str, Any]]) -> None:
-    """Replace the attention of a new model as that of another one was, from its description.
+    """Replace the attention of a new model as `describe_replacements` described it for another.
 
     Raises:
-        ValueError: If the description is damaged, or names modules that are no softmax attention.
+        ValueError: If the description is damaged, or names modules that are not softmax attention.
     """
     for group in described:
         try:
@@ -450,7 +450,7 @@ def repeat_replacements(model: nn.Module, described: Collection[Mapping[str, Any
         parts = {name: each for name, each in found.items() if each is not None}
         if missing := found.keys() - parts.keys():
             raise ValueError(
-                f"the description of replaced attention names {min(missing)}, which is no softmax "
+                f"the description of replaced attention names {min(missing)}, which is not softmax "
                 "attention"
             )
         losses = _losses_of_model(model, parts)

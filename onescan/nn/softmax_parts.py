@@ -1,8 +1,8 @@
-"""Recognize softmax self-attention of PyTorch, transformers and timm by its structure.
+"""Recognize softmax self-attention in PyTorch, transformers and timm models by its structure.
 
 A module is self-attention if it has linear layers for queries, keys and values, separate or merged,
-at most one for the output, and nothing else with parameters that this file does not know. So no
-list of classes is needed, and a module that computes more than attention is never replaced.
+at most one linear layer for the output, and no layers or parameters that this file does not know.
+This requires no list of classes, and a module that computes more than attention is never replaced.
 """
 
 import ast
@@ -71,12 +71,12 @@ class AttentionParts:
         dim: Width of its tokens.
         num_heads: Number of heads of the queries.
         head_dim: Channels per head.
-        projections: Of queries, keys and values, all with num_heads heads: grouped keys and values
-            are repeated.
+        projections: Projections of queries, keys and values. All have num_heads heads: grouped keys
+            and values are repeated.
         out_proj: Module after the heads, with the norm before it, if any.
         dropout: Dropout of the output.
         call: How it is called; None for `nn.MultiheadAttention`.
-        losses: What it computes in addition to attention, and linear attention does not.
+        losses: What it computes in addition to attention that linear attention does not.
     """
 
     dim: int
@@ -90,14 +90,14 @@ class AttentionParts:
 
 
 def projects_queries_keys_and_values(module: nn.Module) -> bool:
-    """Return whether a module has layers with the names of an attention's projections."""
+    """Return whether the layers of a module have the names of query, key and value projections."""
     roles = set(_roles(module))
     merged = bool({"qkv", "interleaved"} & roles)
     return merged or any(each <= roles for each in ({"q", "kv"}, {"qk", "v"}, {"q", "k", "v"}))
 
 
 def _roles(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Return the layers of each role, by name; the last one of several."""
+    """Return the name and the layer of each role; the last one if there are several."""
     return {
         role: (name, child)
         for name, child in module.named_children()
@@ -107,7 +107,7 @@ def _roles(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
 
 def attention_parts(module: nn.Module) -> AttentionParts | None:
-    """Return the parts of a self-attention module, or None if it is no attention.
+    """Return the parts of a self-attention module, or None if it is not attention.
 
     Raises:
         ValueError: If it is attention that cannot be replaced. The message completes the sentence
@@ -163,14 +163,14 @@ def _of_torch(module: nn.MultiheadAttention) -> AttentionParts:
 
 
 def _check_supported(module: nn.Module, roles: dict[str, tuple[str, nn.Module]]) -> None:
-    """Raise ValueError if the module is no encoder's self-attention, or computes something else."""
+    """Raise ValueError if the module is not plain self-attention of an encoder."""
     if getattr(module, "is_decoder", False):
         raise ValueError("is part of a decoder, which is not supported")
     if "interleaved" in roles:
         name, _ = roles["interleaved"]
-        raise ValueError(f"has {name}, whose order of rows is not known")
+        raise ValueError(f"has {name}, whose order of rows is unknown")
     if "qk" in roles:
-        raise ValueError("projects queries and keys together, apart from values")
+        raise ValueError("projects queries and keys together, but values separately")
     if "kv" in roles:
         raise ValueError(
             "projects queries separately from keys and values, as cross-attention does"
@@ -207,11 +207,13 @@ def _heads(module: nn.Module, layers: Mapping[str, nn.Linear]) -> tuple[int, int
     if heads is None and head_dim:
         heads = (rows or layers["qkv"].out_features // 3) // head_dim
     if not heads:
-        raise ValueError(f"has no number of heads, such as {_HEADS[0]}")
+        raise ValueError(f"has no attribute for the number of heads, such as {_HEADS[0]}")
     if rows is None:
         rows = heads * head_dim if head_dim else layers["qkv"].out_features // 3
     if rows % heads:
-        raise ValueError(f"projects queries to {rows} channels, which {heads} heads do not divide")
+        raise ValueError(
+            f"projects queries to {rows} channels, which cannot be split into {heads} heads"
+        )
     return heads, rows // heads
 
 
@@ -228,7 +230,8 @@ def _weights(
         keys = (merged.out_features - queries) // 2
         if keys < 1 or queries + 2 * keys != merged.out_features:
             raise ValueError(
-                f"projects to {merged.out_features} channels, {queries} of them queries"
+                f"projects to {merged.out_features} channels, {queries} of them for queries, and "
+                "the rest cannot be split into keys and values"
             )
         sizes = [queries, keys, keys]
         weights = dict(zip("qkv", merged.weight.detach().split(sizes), strict=True))
@@ -257,8 +260,8 @@ def _projections(
             return x
         if x.shape[0] % head_dim or num_heads % (groups := x.shape[0] // head_dim):
             raise ValueError(
-                f"projects keys to {x.shape[0]} channels, expected those of {num_heads} heads or "
-                "of equal groups of them"
+                f"projects keys to {x.shape[0]} channels, expected {head_dim} for each of the "
+                f"{num_heads} heads or of equal groups of heads"
             )
         x = x.unflatten(0, (groups, head_dim))
         return x.repeat_interleave(num_heads // groups, dim=0).flatten(0, 1)
@@ -314,12 +317,12 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_position_argument(name: str) -> bool:
-    """Return whether an argument of a forward has this name because it holds positions."""
+    """Return whether an argument of forward holds positions, according to its name."""
     return bool(_ROTARY.search(name) or _RELATIVE.search(name))
 
 
 def computes_relative_bias(name: str) -> bool:
-    """Return whether a module of this name computes a relative position bias."""
+    """Return whether a module computes a relative position bias, according to its name."""
     return bool(_RELATIVE.search(name))
 
 
@@ -333,7 +336,7 @@ def _call(module: nn.Module) -> Call:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError) as error:
-        raise ValueError("has a forward whose source code cannot be read") from error
+        raise ValueError("has a forward method whose source code cannot be read") from error
     function = tree.body[0]
     lengths = {_tuple_length(value, function) for value in _returned(function)}
     if len(lengths) != 1:
@@ -342,7 +345,7 @@ def _call(module: nn.Module) -> Call:
 
 
 def _returned(function: ast.stmt) -> Iterator[ast.expr]:
-    """Yield the values that a function returns, without those of functions inside it."""
+    """Yield the values that a function returns, except those of nested functions."""
     stack: list[ast.AST] = list(ast.iter_child_nodes(function))
     while stack:
         node = stack.pop()

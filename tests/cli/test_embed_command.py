@@ -170,7 +170,7 @@ def test_the_input_is_not_overwritten(capsys):
     np.savez("x.npz", x=np.zeros((2, 8, 8, 1), np.uint8))
     before = Path("x.npz").read_bytes()
     message = fails(capsys, "x.npz", "--model", DIGITS, out="./x.npz")
-    assert "which is an input, expected another name" in message
+    assert "which is also an input; choose another name" in message
     assert Path("x.npz").read_bytes() == before
 
 
@@ -269,4 +269,4 @@ def main_error(capsys):
 
 def test_a_model_without_vectors_is_refused(capsys):
     message = fails(capsys, "a.png", "--model", "zoo/digits_denoiser")
-    assert "a Denoiser computes no vectors, expected a language model or a classifier" in message
+    assert "a Denoiser cannot embed inputs, expected a language model or a classifier" in message

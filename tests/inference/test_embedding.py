@@ -164,7 +164,7 @@ def test_inputs_without_texts_are_refused(inputs, message):
         (
             lambda: checkpoint(image_classifier(pool="mean"), IMAGES),
             "class_token",
-            "pooling is 'class_token', but there is no class token in this model",
+            "pooling is 'class_token', but this model has no class token",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_poolings_that_do_not_fit_are_refused(source, pooling, message):
 def test_other_models_are_refused():
     model = DensePredictorConfig(image_size=(8, 8), patch_size=(4, 4)).build()
     with pytest.raises(
-        ValueError, match="a DensePredictor computes no vectors, expected a language"
+        ValueError, match="a DensePredictor cannot embed inputs, expected a language"
     ):
         embed(checkpoint(model, IMAGES), ["a.png"])
     with pytest.raises(ValueError, match="batch_size is 0"):

@@ -117,7 +117,7 @@ def test_other_dtypes_are_loaded(tmp_path):
 def test_models_without_replaced_attention_are_refused(tmp_path):
     with pytest.raises(ValueError, match="model has no replaced attention"):
         save_linearized(build(BERT), tmp_path)
-    with pytest.raises(ValueError, match="model is a Linear, expected a model of transformers"):
+    with pytest.raises(ValueError, match="model is a Linear, expected a transformers model"):
         save_linearized(torch.nn.Linear(1, 1), tmp_path)
     build(BERT).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model_type is 'bert'.*not written by save_linearized"):
@@ -155,7 +155,7 @@ def test_missing_and_truncated_weights_are_noticed(tmp_path):
     tensors = load_file(path)
     del tensors["bert.encoder.layer.0.attention.self.attention.mixer.in_proj.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lacks weights of linear attention"):
+    with pytest.raises(ValueError, match="lacks weights for linear attention"):
         load_linearized(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="cannot be loaded"):

@@ -335,7 +335,7 @@ def test_calls_that_would_be_ignored_are_refused():
         with pytest.raises(ValueError, match=f"{name} was given"):
             model["attn"](x, **{name: torch.ones(2)})
     model["attn"](x, cache=None, past_key_values=None, output_attentions=False, training=True)
-    with pytest.raises(ValueError, match="replace that of this part of the model with causal=True"):
+    with pytest.raises(ValueError, match="new attention is bidirectional; pass causal=True"):
         model["attn"](x, is_causal=True)
     with pytest.raises(ValueError, match="has values other than 0 and -inf"):
         model["attn"](x, mask=torch.randn(2, 1, 7, 7))
@@ -361,11 +361,11 @@ REFUSED = {
     "also has the unknown parameter gamma": Separate(gamma=nn.Parameter(torch.ones(DIM))),
     "attends within windows": Separate(window_size=7),
     "is part of a decoder": Separate(is_decoder=True),
-    "is causal; replace it with causal=True": Separate(is_causal=True),
+    "is causal; pass causal=True to replace it": Separate(is_causal=True),
     "as cross-attention does": Separate(k_proj=nn.Linear(8, DIM), v_proj=nn.Linear(8, DIM)),
     "an nn.Linear is expected": Separate(q_proj=nn.Conv1d(DIM, DIM, 1)),
-    "has no number of heads": Separate(n_heads=None),
-    "which 5 heads do not divide": Separate(n_heads=5),
+    "has no attribute for the number of heads": Separate(n_heads=None),
+    "which cannot be split into 5 heads": Separate(n_heads=5),
     "of equal groups": Separate(heads=6, groups=4),
 }
 

@@ -592,6 +592,15 @@ def test_a_process_trains_one_run_on_cifar10_files(tmp_path):
 # The page
 
 
+OVERVIEW = f"# Results\n\n{study_page.BEGIN}\nold\n{study_page.END}\n\nThe rest.\n"
+
+
+@pytest.fixture(autouse=True)
+def _overview(tmp_path):
+    """The overview of all results, in which the table of claims is replaced."""
+    (tmp_path / "results.md").write_text(OVERVIEW)
+
+
 def page_of(found, folder):
     study_page.write_page(found, folder)
     return (folder / "study.md").read_text()
@@ -615,7 +624,13 @@ def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     assert "Finished runs: 8 of 8, and a third seed for each claim" in page
     assert "](images/study_digits.svg)" in page
     assert not (tmp_path / "images" / "study_old.svg").exists()
+    overview = (tmp_path / "results.md").read_text()
+    assert f"{row} 3 | **confirmed** |" in overview
+    assert "old" not in overview
+    assert overview.startswith("# Results\n\n")
+    assert overview.endswith(f"\n\n{study_page.END}\n\nThe rest.\n")
     study.table(tmp_path / "study", tmp_path)
+    assert (tmp_path / "results.md").read_text() == overview
     assert (tmp_path / "study.md").read_text() == page
     assert (tmp_path / "images" / "study_digits.svg").read_bytes() == figure
 
@@ -709,7 +724,10 @@ def test_sweeps_of_generated_images_do_not_read_the_test_digits():
 
 @pytest.mark.slow
 def test_the_page_in_docs_is_up_to_date(tmp_path):
+    overview = (ROOT / "docs" / "results.md").read_text()
+    (tmp_path / "results.md").write_text(overview)
     page = page_of(study_run.read_results(ROOT / "docs" / "study"), tmp_path)
     assert page == (ROOT / "docs" / "study.md").read_text()
+    assert overview == (tmp_path / "results.md").read_text()
     names = {path.name for path in (tmp_path / "images").iterdir()}
     assert names == {path.name for path in (ROOT / "docs" / "images").glob("study_*.svg")}

@@ -45,7 +45,7 @@ def convert(
 ) -> nn.Module:
     """Convert a model of another library with its weights to a native model, or back.
 
-    See the guide "Convert weights of other libraries" for the supported models. Only safetensors
+    See the guide "Convert weights from other libraries" for the supported models. Only safetensors
     files are read, nothing is unpickled, and no code of the source is executed.
 
     Args:

@@ -1,7 +1,7 @@
-"""Turn softmax models of other libraries into linear ones: attention transfer, then training.
+"""Turn softmax models from other libraries into linear ones: attention transfer, then training.
 
-First, each layer of linear attention learns by itself to reproduce the softmax attention that it
-replaces, on the inputs which that attention has in the original model. The loss of a layer is
+First, each layer of linear attention learns on its own to reproduce the softmax attention that it
+replaces, on the inputs that this attention receives in the original model. The loss of a layer is
 
     sum_t |o'_t - o_t|^2 / sum_t |o_t|^2
 
@@ -11,7 +11,7 @@ activations of one layer are stored at a time. Then the linear layers take the p
 layers, and all weights are trained on the task.
 
 Source: the first stage of LoLCATs, arXiv:2410.10254; see `onescan.experiments.training.transfer`,
-which does the same for models of onescan.
+which does the same for onescan's own models.
 """
 
 import copy
@@ -80,18 +80,18 @@ def linearize(
     report: Report | None = None,
     **options: Any,
 ) -> Linearized:
-    """Replace the softmax attention of a trained encoder by linear attention, and train it.
+    """Replace the softmax attention of a trained encoder with linear attention, and train it.
 
-    The model is changed in place; see `onescan.nn.replace_attention` for the models that this works
-    with, and for what is lost. Each phase has its own schedule of the learning rate: linear warm-up
-    in the first tenth of its steps, then cosine decay to 0.
+    The model is changed in place; see `onescan.nn.replace_attention` for the supported models, and
+    for what is lost. Each phase has its own learning rate schedule: linear warm-up in the first
+    tenth of its steps, then cosine decay to 0.
 
     Args:
         model: Trained model, on the device to train it on.
-        data: Batches, such as a `torch.utils.data.DataLoader`, read again from the start when they
-            end. A batch is a mapping of the model's arguments, with labels for transformers' loss;
-            or a pair (inputs, classes), trained with cross-entropy. They are moved to the device of
-            the model.
+        data: Batches, such as a `torch.utils.data.DataLoader`, which are read again from the start
+            when they run out. A batch is a mapping of the model's arguments, with labels from which
+            a transformers model computes its loss, or a pair (inputs, classes), for cross-entropy.
+            Batches are moved to the device of the model.
         kind: "lightnet", "lion" or "delta".
         shape: Size of each axis of the tokens' grid; see `replace_attention`.
         prefix: Number of tokens before the grid; see `replace_attention`.
@@ -105,8 +105,8 @@ def linearize(
         weight_decay: Weight decay of AdamW, except for norms and biases.
         max_gradient_norm: Maximum norm of the gradient, in both phases.
         loss: Function of the model and a batch that returns the loss, for other batches or tasks.
-        report: Called after each step with the phase, "transfer" or "train", the number of steps
-            done in it, and the loss, that of transfer averaged over layers.
+        report: Called after each step with the phase ("transfer" or "train"), the number of steps
+            done in it, and the loss, which is averaged over layers in attention transfer.
         options: Options of the layer, such as ``decay="fixed"``.
 
     Returns:
@@ -114,7 +114,7 @@ def linearize(
 
     Raises:
         ValueError: If the attention cannot be replaced, a number is out of range, the data has no
-            batches or the model returns no loss. The model is then unchanged, except if an error
+            batches or the model returns no loss. The model is then unchanged, unless the error
             occurs in the second phase.
         FloatingPointError: If a loss is not finite.
     """
@@ -128,7 +128,7 @@ def linearize(
     new = build_replacements(model, arguments, exclude=exclude)
     kept = _kept(list(new), softmax_every)
     new = {name: module for name, module in new.items() if name not in kept}
-    # separate output projections: the originals compute the targets
+    # copy the output projections, because the originals still compute the targets
     copies = {module: copy.deepcopy(module) for module in new.values()}
     new = {name: copies[module] for name, module in new.items()}
     device = next(model.parameters()).device
@@ -169,7 +169,7 @@ def _transfer(
     max_gradient_norm: float,
     report: Report | None,
 ) -> dict[str, list[float]]:
-    """Train each student to reproduce the module of its name; return its losses."""
+    """Train each student to reproduce the module of the same name; return the losses."""
     losses: dict[str, list[float]] = {name: [] for name in students}
     if not steps:
         return losses
@@ -193,7 +193,7 @@ def _transfer(
 
 
 class _FinishedError(Exception):
-    """Ends the forward pass of the original model after its last attention."""
+    """Ends the forward pass of the original model after its last attention module."""
 
 
 def _compare(
@@ -203,7 +203,7 @@ def _compare(
     batch: Any,
     run: Callable[[nn.Module, Any], Any],
 ) -> dict[str, float]:
-    """Compute the losses of all layers on a batch, and add their gradients."""
+    """Compute the losses of all layers on a batch, and accumulate their gradients."""
     found: dict[str, float] = {}
 
     def hook_of(name: str) -> Callable[..., None]:
@@ -232,7 +232,7 @@ def _compare(
             run(model, batch)
     if missing := students.keys() - found.keys():
         raise ValueError(
-            f"the model does not use {min(missing)} on a batch of data; pass its name in exclude"
+            f"the model did not use {min(missing)} on a batch of data; pass its name in exclude"
         )
     return found
 
@@ -258,7 +258,8 @@ def _train(
         _set_rate(optimizer, learning_rate, step, steps)
         loss = loss_of(model, next(batches))
         if not torch.is_tensor(loss) or loss.ndim:
-            raise ValueError(f"loss returned {named_type(loss)}, expected a tensor without axes")
+            given = f"shape {tuple(loss.shape)}" if torch.is_tensor(loss) else named_type(loss)
+            raise ValueError(f"loss returned {given}, expected a scalar tensor")
         losses.append(_finite(loss.item(), "training", step))
         optimizer.zero_grad()
         loss.backward()
@@ -299,8 +300,8 @@ def _repeated(data: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if not count:
             raise ValueError(
-                "data has no batches left, expected a DataLoader or a list of batches, which can "
-                "be read more than once"
+                "data has no batches left, expected a DataLoader or a list of batches that can be "
+                "read more than once"
             )
 
 
@@ -325,7 +326,7 @@ def _default_output(model: nn.Module, batch: Any) -> Any:
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of transformers for a mapping, and cross-entropy for a pair."""
+    """Return the loss of a transformers model for a mapping, and cross-entropy for a pair."""
     output = _default_output(model, batch)
     if isinstance(batch, Mapping):
         loss = getattr(output, "loss", None)
@@ -337,7 +338,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004
         raise ValueError(
             f"data has batches of type {type(batch).__name__}, expected mappings or pairs "
-            "(inputs, classes); otherwise pass loss"
+            "(inputs, classes); for other batches, pass loss"
         )
     logits = getattr(output, "logits", output)
     return cross_entropy(logits, batch[1])

@@ -1,7 +1,7 @@
-"""Linearize a saved encoder of transformers on a file of text or a folder of images.
+"""Linearize a saved transformers encoder on text, on a table of texts or on a folder of images.
 
-Data, loss, metrics and evaluation are those of onescan's own tasks. Adapters let a model of
-transformers take the place of a native model in them.
+Data, loss, metrics and evaluation are those of onescan's own tasks. Adapters give a transformers
+model the interface of a native model, which these tasks expect.
 """
 
 import json
@@ -39,7 +39,7 @@ from onescan.nn.multihead import KINDS
 from onescan.nn.replace import find_attention
 from onescan.shapes import Tokens
 
-# types of models whose positions begin after the padding id
+# model types whose positions begin after the padding id
 OFFSET = ("camembert", "data2vec-text", "esm", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod")
 LENGTH = 128
 RESULTS = "linearize.json"
@@ -75,16 +75,17 @@ def linearize_folder(
     """Linearize a saved model, and save the result for `load_linearized`.
 
     Args:
-        source: Folder or hub name of a ...ForMaskedLM, ...ForSequenceClassification or
-            ...ForImageClassification of transformers, with its tokenizer or image processor.
-        data: Text; a table of texts and labels; or a folder of images, one subfolder per class.
+        source: Folder or hub name of a transformers model, ...ForMaskedLM,
+            ...ForSequenceClassification or ...ForImageClassification, with its tokenizer or image
+            processor.
+        data: Text, a table of texts and labels, or a folder of images, one subfolder per class.
         out: Folder to write, which must not exist.
         config: Settings.
         device: Device to train on.
         report: See `linearize`.
 
     Raises:
-        ValueError: If the model or the data cannot be read, or they do not belong together.
+        ValueError: If the model or the data cannot be read, or if they do not fit each other.
         FileExistsError: If the output folder exists.
         FileNotFoundError: If there is no such model.
     """
@@ -93,7 +94,7 @@ def linearize_folder(
         check_positive(length=config.length)
     options = _options(config)
     if out.exists():
-        raise FileExistsError(f"{out} exists, expected a new folder")
+        raise FileExistsError(f"{out} already exists, expected a new folder")
     source = str(find_folder(source))
     model, processor = _load(source)
     torch.manual_seed(derive_seed(config.seed, "model"))
@@ -177,11 +178,11 @@ def _load(source: str) -> tuple[Any, Any]:
     safe: Any = {"trust_remote_code": False}
     try:
         fields = transformers.AutoConfig.from_pretrained(source, **safe)
-        name = (fields.architectures or ["nothing"])[0]
+        name = (fields.architectures or ["of unknown class"])[0]
         if not name.endswith((IMAGES, MASKED, CLASSES)):
             raise ValueError(
                 f"it is {name}, expected a class whose name ends in For{MASKED}, For{CLASSES} or "
-                f"For{IMAGES}; linearize others in Python with onescan.linearize"
+                f"For{IMAGES}; for other models, call onescan.linearize in Python"
             )
         reads_images = name.endswith(IMAGES)
         auto: Any = getattr(transformers, f"AutoModelFor{name.rpartition('For')[2]}")
@@ -194,7 +195,7 @@ def _load(source: str) -> tuple[Any, Any]:
 
 
 class ImageAdapter(nn.Module):
-    """An image classifier of transformers as a native one."""
+    """A transformers image classifier with the interface of a native one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class ImageAdapter(nn.Module):
 
 
 class TextAdapter(nn.Module):
-    """A text classifier of transformers as a native one."""
+    """A transformers text classifier with the interface of a native one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ class TextAdapter(nn.Module):
 
 
 class WholeRows(MaskedLanguageModelling):
-    """Masked language modeling in which tokens read the whole row, as models of transformers do."""
+    """Masked language modeling in which tokens read the whole row, as in transformers models."""
 
     def apply(self, model: nn.Module, masked: Tokens, documents: Tokens, **options: Any) -> Any:
         device = next(model.parameters()).device
@@ -227,7 +228,7 @@ class WholeRows(MaskedLanguageModelling):
 
 
 class MaskedAdapter(nn.Module):
-    """A masked language model of transformers as a native one."""
+    """A transformers masked language model with the interface of a native one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ def _length(model: Any, length: int | None) -> int:
 
 
 def _pad(model: Any) -> int:
-    """Return the padding before random crops: an eighth of the image, as usual on CIFAR."""
+    """Return the padding before random crops: an eighth of the image, as is usual for CIFAR."""
     return int(min(_pair(model.config.image_size)) // 8)
 
 
@@ -328,7 +329,7 @@ def _check_classes(model: Any, names: tuple[str, ...]) -> None:
             f"{', '.join(known) if known else f'{count} classes'}"
         )
     if known and known != names:
-        raise ValueError(f"the model has its classes in another order, {', '.join(known)}")
+        raise ValueError(f"the model has the classes in another order: {', '.join(known)}")
 
 
 def _grid(model: Any, exclude: Collection[str]) -> dict[str, Any]:

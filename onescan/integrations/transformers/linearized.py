@@ -1,8 +1,8 @@
-"""Save and load models of transformers whose attention was replaced by `onescan.nn`.
+"""Save and load transformers models whose attention was replaced by `onescan.nn`.
 
-The folder is one of transformers, with three entries more in config.json: the type of model is
-"onescan_linearized", so that transformers never loads it with softmax attention; the actual one is
-"base_model_type"; and "onescan_attention" describes the replaced modules.
+The folder is in transformers' format, except for three entries of config.json: "model_type" is
+"onescan_linearized", so that transformers never loads the model with softmax attention;
+"base_model_type" is its actual type; and "onescan_attention" describes the replaced modules.
 """
 
 import json
@@ -36,7 +36,7 @@ AUTO_CLASSES = (
 
 
 class OnescanLinearizedConfig(PreTrainedConfig):
-    """Config of a saved model whose attention was replaced, with the fields of its own config."""
+    """Config of a saved model with replaced attention, with the fields of its original config."""
 
     model_type = MODEL_TYPE
 
@@ -58,15 +58,15 @@ class OnescanLinearizedConfig(PreTrainedConfig):
         kind = fields.pop(BASE_TYPE)
         if kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
             raise ValueError(
-                f"{BASE_TYPE} is {kind!r} in config.json, expected a type of model that "
-                "transformers has"
+                f"{BASE_TYPE} is {kind!r} in config.json, expected a model type that transformers "
+                "supports"
             )
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(fields)
         return config
 
 
 def save_linearized(model: Any, folder: Any, *, processor: Any = None, **options: Any) -> None:
-    """Save a model of transformers whose attention was replaced.
+    """Save a transformers model whose attention was replaced.
 
     Args:
         model: Model, after `onescan.nn.replace_attention` or `onescan.linearize`.
@@ -75,14 +75,15 @@ def save_linearized(model: Any, folder: Any, *, processor: Any = None, **options
         options: Options of ``save_pretrained``.
 
     Raises:
-        ValueError: If this is no such model.
+        ValueError: If it is not a transformers model, or its attention was not replaced.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model is {named_type(model)}, expected a model of transformers")
+        raise ValueError(f"model is {named_type(model)}, expected a transformers model")
     attention = describe_replacements(model)
     if not attention:
         raise ValueError(
-            "model has no replaced attention, expected one after onescan.nn.replace_attention"
+            "model has no replaced attention; call onescan.nn.replace_attention or "
+            "onescan.linearize first"
         )
     base = _base_class(type(model))
     base.save_pretrained(model, folder, **options)
@@ -100,16 +101,16 @@ def save_linearized(model: Any, folder: Any, *, processor: Any = None, **options
 
 
 def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any) -> Any:
-    """Load a model of transformers that `save_linearized` saved, in evaluation mode.
+    """Load a transformers model that `save_linearized` saved, in evaluation mode.
 
     Nothing is unpickled, and no code from the folder is executed. ``save_pretrained`` of the model
     saves it as `save_linearized` does. After ``import onescan.integrations.transformers``, the Auto
-    classes of transformers load such folders, too.
+    classes of transformers also load such folders.
 
     Args:
         name: Folder, or a name on the Hugging Face Hub.
-        auto_class: Name of the Auto class of transformers that selects the head, such as
-            "AutoModelForSequenceClassification". By default, the head is the saved one.
+        auto_class: Name of transformers' Auto class that selects the head, such as
+            "AutoModelForSequenceClassification". By default, the saved head is used.
         options: Options of ``from_pretrained``, such as dtype or num_labels.
 
     Raises:
@@ -134,7 +135,7 @@ def load_linearized(name: Any, *, auto_class: str | None = None, **options: Any)
         raise ValueError(f"{str(name)!r} cannot be loaded: {in_a_line(error)}") from error
     missing = [key for key in info["missing_keys"] if ".attention.mixer." in key]
     if missing:
-        raise ValueError(f"{str(name)!r} lacks weights of linear attention, such as {missing[0]}")
+        raise ValueError(f"{str(name)!r} lacks weights for linear attention, such as {missing[0]}")
     return model
 
 
@@ -154,7 +155,7 @@ def _read_config(folder: Path, options: Any) -> tuple[OnescanLinearizedConfig, d
 
 
 def _base_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of transformers of a model, which may be loaded by `load_linearized`."""
+    """Return the transformers class of a model, which `load_linearized` may have loaded."""
     return next(base for base in kind.__mro__ if "_onescan_attention" not in vars(base))
 
 
@@ -169,7 +170,7 @@ def _class_of(config: Any, base_config: Any, auto_class: str | None) -> type[Pre
     name = (config.architectures or ["nothing"])[0]
     found = getattr(transformers, name, None)
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
-        raise ValueError(f"architectures names {name}, expected a model class of transformers")
+        raise ValueError(f"architectures names {name}, expected a transformers model class")
     return found
 
 
@@ -192,7 +193,7 @@ def _linearized(base: type[PreTrainedModel], attention: Any) -> type[PreTrainedM
 
 
 def _renamed(attention: Any, model: PreTrainedModel) -> Any:
-    """Return a description for a model with another head than the saved one, or without a head.
+    """Return the description for a model with a head other than the saved one, or without a head.
 
     The names of modules then begin with that of the base model, or do not: "bert.encoder" of
     BertForMaskedLM is "encoder" of BertModel.

@@ -183,7 +183,7 @@ def test_a_loss_of_ones_own():
         ([LABELED], {"learning_rate": 0.0}, "learning_rate is 0"),
         ([LABELED], {"kind": "softmax"}, "kind 'softmax' is unknown"),
         ([LABELED], {"exclude": ["nothing"]}, "exclude contains 'nothing'"),
-        ([LABELED], {"loss": lambda m, b: m(**b).logits}, "expected a tensor without axes"),
+        ([LABELED], {"loss": lambda m, b: m(**b).logits}, "expected a scalar tensor"),
     ],
 )
 def test_mistakes_are_named(data, options, reason):
@@ -194,7 +194,7 @@ def test_mistakes_are_named(data, options, reason):
 def test_an_unused_layer_is_named():
     model = nn.ModuleDict({"used": encoder(), "unused": encoder()})
     model.forward = model["used"].forward
-    with pytest.raises(ValueError, match=r"does not use unused\.layers\.0\.self_attn"):
+    with pytest.raises(ValueError, match=r"did not use unused\.layers\.0\.self_attn"):
         onescan.linearize(model, [{"src": torch.randn(2, 7, DIM)}], transfer_steps=1, steps=0)
     assert not any(is_replacement(module) for module in model.modules())
 
