@@ -55,13 +55,15 @@ def _checked(fn=None, *, typechecker, jaxtyped=jaxtyping.jaxtyped):
     hints = getattr(fn, "__annotations__", {})
     if not inspect.isfunction(fn) or any(map(_names_a_shape, hints.values())):
         return jaxtyped(fn, typechecker=typechecker)
+    if not hints:
+        return fn
     typed = beartype(conf=BeartypeConf(violation_type=TypeError))(fn)
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
         return (fn if jaxtyping.config.jaxtyping_disable else typed)(*args, **kwargs)
 
-    return call if hints else fn
+    return call
 
 
 jaxtyping.jaxtyped = _checked

@@ -11,6 +11,8 @@ import torch
 
 import onescan
 import onescan.ops
+from onescan.checks import in_a_line
+from onescan.ops.lrpe import _axis_angles
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -91,6 +93,13 @@ def test_help_lists_every_target():
     run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = set(re.findall(r"^  ([a-z]+) +\S", run.stdout, re.MULTILINE))
     assert listed == targets > {"help", "setup", "demo", "test", "check", "gpu", "bench"}
+
+
+def test_types_and_shapes_are_checked():
+    with pytest.raises(jaxtyping.TypeCheckError, match="shape"):
+        _axis_angles(4, 0, torch.ones(2, 3, 4))
+    with pytest.raises(TypeError, match="in_a_line"):
+        in_a_line("a text")
 
 
 def test_unwritten_memory_shows():
