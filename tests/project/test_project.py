@@ -96,7 +96,7 @@ def test_help_lists_every_target():
 
 
 def test_types_and_shapes_are_checked():
-    with pytest.raises(jaxtyping.TypeCheckError, match="shape"):
+    with pytest.raises(jaxtyping.TypeCheckError, match="theta"):
         _axis_angles(4, 0, torch.ones(2, 3, 4))
     with pytest.raises(TypeError, match="in_a_line"):
         in_a_line("a text")
