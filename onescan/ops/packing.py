@@ -342,7 +342,7 @@ def packing_of(
     ValueError: cu_seqlens ends at 5, expected 4, the number of tokens
     """
     if state is not None:
-        raise ValueError("cu_seqlens and state cannot be combined")
+        raise ValueError("cu_seqlens and state were both given, expected only one of them")
     batch, tokens = x.shape[0], x.shape[1] if tokens is None else tokens
     if isinstance(cu_seqlens, Packing):
         packed = cu_seqlens.batch, cu_seqlens.tokens
