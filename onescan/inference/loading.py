@@ -283,10 +283,10 @@ def load_pretrained_model(name: str) -> PretrainedModel:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    place = downloaded(name)
-    if is_pretrained(place):
-        return PretrainedModel(name=name, model=_load_pretrained(place), format=None)
-    run = load(place)
+    path = downloaded(name)
+    if is_pretrained(path):
+        return PretrainedModel(name=name, model=_load_pretrained(path), format=None)
+    run = load(path)
     return PretrainedModel(
         name=name, model=run.model, format=run.format, class_names=run.class_names
     )

@@ -135,9 +135,9 @@ def check_batch(inputs: Sequence[Any]) -> Sequence[Any]:
 
 def check_texts(inputs: Sequence[str]) -> Sequence[str]:
     """Return a batch of texts. Raise ValueError if it is empty, or not a list of strings."""
-    for place, text in enumerate(check_batch(inputs)):
+    for index, text in enumerate(check_batch(inputs)):
         if not isinstance(text, str):
-            raise ValueError(f"inputs[{place}] is {named_type(text)}, expected a string")
+            raise ValueError(f"inputs[{index}] is {named_type(text)}, expected a string")
     return inputs
 
 
@@ -148,8 +148,8 @@ def pad_tokens(sequences: Sequence[Ids]) -> tuple[Tokens, Keep]:
     [[[7, 0], [8, 9]], [[True, False], [True, True]]]
     """
     lengths = torch.tensor([len(tokens) for tokens in sequences])
-    places = torch.arange(int(lengths.max()))
-    padded = torch.full((len(sequences), len(places)), PADDING)
+    positions = torch.arange(int(lengths.max()))
+    padded = torch.full((len(sequences), len(positions)), PADDING)
     for row, tokens in zip(padded, sequences, strict=True):
         row[: len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-    return padded, places < lengths[:, None]
+    return padded, positions < lengths[:, None]
