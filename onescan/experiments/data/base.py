@@ -255,9 +255,15 @@ class HeldOutError(ValueError):
 
 
 def stratified_split(
-    labels: Labels, *, fraction: float, seed: int
+    labels: Labels, *, fraction: float, seed: int, names: Sequence[str] | None = None
 ) -> tuple[Int[Tensor, " train"], Int[Tensor, " test"]]:
     """Split the indices of labels into a training and a test part of every class.
+
+    Args:
+        labels: Class index of each example.
+        fraction: Fraction of the examples in the test part.
+        seed: Random seed.
+        names: Names of the classes, for errors. By default their indices.
 
     Raises:
         ValueError: If `fraction` is not between 0 and 1, or a class has a single example.
@@ -271,9 +277,9 @@ def stratified_split(
     count, classes = len(labels), int((sizes > 0).sum())
     held_out = math.ceil(fraction * count)
     if (sizes == 1).any():
-        raise ValueError(
-            f"class {sizes.tolist().index(1)} has one example, expected at least 2, to hold one out"
-        )
+        index = sizes.tolist().index(1)
+        name = index if names is None else repr(names[index])
+        raise ValueError(f"class {name} has one example, expected at least 2, to hold one out")
     if not classes <= held_out <= count - classes:
         target = classes if held_out < classes else count - classes
         nearest = round(target / count, 4)

@@ -214,7 +214,10 @@ class ImageDatasetConfig(DataConfig):
         if "test" not in sets:
             train = sets["train"]
             parts = stratified_split(
-                train.labels, fraction=self.test_fraction, seed=self.split_seed
+                train.labels,
+                fraction=self.test_fraction,
+                seed=self.split_seed,
+                names=classes.names,
             )
             sets = {
                 role: replace(train, places=indices)

@@ -314,8 +314,8 @@ def one_class_of_one(root):
                 ({"name": "plain"}, "name is 'plain', expected none"),
             )
         ),
-        (one_class_of_one, {}, "class 1 has one example"),
-        (cifar_like, {"train_split": "test", "test_fraction": 0.5}, "class 0 has one example"),
+        (one_class_of_one, {}, "class 'dog' has one example"),
+        (cifar_like, {"train_split": "test", "test_fraction": 0.5}, "class '0' has one example"),
     ],
 )
 def test_unusable_data(tmp_path, make, options, message):

@@ -18,6 +18,7 @@ from onescan.experiments.data.text.lines import (
     Lines,
     Row,
     Rows,
+    decode,
     file_type,
     missing_column,
     open_text,
@@ -99,11 +100,7 @@ def _fault(cells: list[str]) -> str:
     text = "\n".join(cells)
     if "\0" in text:
         return "invalid table row: it contains the control character '\\x00'"
-    try:
-        text.encode(errors="surrogateescape").decode()
-    except UnicodeDecodeError as error:
-        return f"invalid table row: {error}"
-    return ""
+    return decode(text.encode(errors="surrogateescape")).fault
 
 
 def _text(line: bytes) -> str:
