@@ -100,7 +100,6 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
     from onescan.experiments.data.arrays import read_inputs
     from onescan.inference.dense import predict_map
     from onescan.inputs import GridFormat
-    from onescan.inputs.images import check_unit_range, unit_pixels
 
     format, data = checkpoint.format, checkpoint.run.get("data")
     if not isinstance(format, GridFormat):
@@ -109,8 +108,6 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
     examples = read_inputs(path, format, channels_first=layout, any_size=True)
     for row in range(len(examples)):
         stored = examples.read([Example(row)]).batch[0]
-        if format.reads_pixels:
-            check_unit_range(unit_pixels(stored))
         try:
             yield predict_map(checkpoint, format.model_input(stored).float())
         except ValueError as error:
