@@ -150,10 +150,9 @@ class GridFormat(Format, ABC):
             dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
             values = torch.from_numpy(values.astype(dtype))
         if values.ndim <= self.axes or values.shape[-1 - self.axes] != self.channels:
-            axes = "1 axis" if self.axes == 1 else f"{self.axes} axes"
             raise ValueError(
                 f"values have shape {tuple(values.shape)}, expected [..., {self.channels}, *axes] "
-                f"with {axes}"
+                f"with {plural(self.axes, 'axis')}"
             )
         if self.reads_pixels and values.is_floating_point() and can_look_at_values(values):
             check_unit_range(values)
