@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onescan.checkpoint.files import write_atomically
-from onescan.cli.options import echo
+from onescan.cli.options import check_out, echo
 from onescan.messages import plural, printable
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def _check_out(
         return
     if of_arrays and out.suffix not in ARRAY_FILES:
         raise ValueError(f"out is '{out}', expected a name ending in .npz or .npy")
+    if of_arrays:
+        check_out(out)
     if of_arrays and len(inputs) > 1:
         raise ValueError(f"out is '{out}', but inputs has {len(inputs)} files, expected one")
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
