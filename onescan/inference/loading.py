@@ -89,7 +89,7 @@ def load(
             unsupported version, `revision` is given for a local path, or if the weights are damaged
             (names the file), do not match the model or do not fit into memory.
     """
-    options = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
     folder, weights, data, header = _read(path, **options)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, header.run.model)
