@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import harness
 import torch
-from candidates import (
+from benchmark_cases import (
     check_backend,
     import_fla,
     model_case,

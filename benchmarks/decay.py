@@ -12,7 +12,7 @@ from typing import Literal
 import harness
 import one_scan
 import torch
-from candidates import copy_case, import_fla, noise, op_case, softmax
+from benchmark_cases import copy_case, import_fla, noise, op_case, softmax
 from harness import BACKWARD, FORWARD, Case, run_benchmark
 from results import Benchmark
 from torch import Tensor

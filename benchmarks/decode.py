@@ -18,7 +18,7 @@ from typing import Any
 import causal
 import harness
 import torch
-from candidates import check_backend, place
+from benchmark_cases import check_backend, place
 from harness import Case, find_device, run_benchmark
 from results import Benchmark
 from torch import Tensor

@@ -21,7 +21,7 @@ from typing import Annotated, get_args, get_type_hints
 import harness
 import torch
 import tyro
-from candidates import Network, axis_of, find_network, network_case, resized
+from benchmark_cases import Network, axis_of, find_network, network_case, resized
 from harness import INFERENCE, Case, run_benchmark
 from results import Benchmark
 

@@ -167,7 +167,7 @@ def check_options(benchmark: Benchmark, options: Options) -> None:
         check_choice("candidate", name, benchmark.candidates)
     for name, values in (("candidates", options.candidates), (benchmark.axis, benchmark.sizes)):
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} is {values}, expected no duplicates")
+            raise ValueError(f"{name} contains duplicates: {values}")
     if min(benchmark.sizes, default=0) < 1:
         raise ValueError(f"{benchmark.axis} is {benchmark.sizes}, expected numbers above 0")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import candidates
+import benchmark_cases
 import harness
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def conv1d(x: Tensor, weights: Tensor, dt: Tensor) -> Tensor:
 
 
 def make_call(name: str, mode: str, tokens: int, options: Options) -> Callable[[], object]:
-    noise = partial(candidates.noise, options)
+    noise = partial(benchmark_cases.noise, options)
     groups = options.num_heads if name == "softmax" else options.kernels
     size = (options.batch_size, tokens, groups, options.channels // groups)
     x, gradient = noise(*size), noise(*size)
@@ -80,7 +80,7 @@ def make_call(name: str, mode: str, tokens: int, options: Options) -> Callable[[
         if name == "conv1d":
             x, gradient = (y.movedim(1, -1).contiguous().movedim(-1, 1) for y in (x, gradient))
         inputs = [x, weights, stable_step(weights) / 2]
-    peers = {"conv1d": conv1d, "softmax": candidates.softmax}
+    peers = {"conv1d": conv1d, "softmax": benchmark_cases.softmax}
     op = peers.get(name) or partial(linear_diffusion, scheme=options.scheme, form=name)
     op = torch.compile(op) if options.compile else op
     if mode == BACKWARD:

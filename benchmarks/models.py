@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import harness
-from candidates import (
+from benchmark_cases import (
     Network,
     axis_of,
     find_network,

@@ -13,7 +13,7 @@ relative to one does not grow beyond 1,024 tokens, because all three take linear
 from dataclasses import dataclass
 
 import harness
-from candidates import copy_case, noise, op_case, softmax
+from benchmark_cases import copy_case, noise, op_case, softmax
 from harness import BACKWARD, FORWARD, Case, run_benchmark
 from results import Benchmark
 from torch import Tensor

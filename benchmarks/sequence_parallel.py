@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from communication import BASELINES, LAYERS, Sizes, count
 from harness import release_memory, status_mib
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from traffic import BASELINES, LAYERS, Sizes, count
 
 from onescan.layers.mixers import LightNetMixerConfig, LionMixerConfig
 from onescan.layers.position import ToeplitzPositionConfig

@@ -61,6 +61,7 @@ def _checked(fn=None, *, typechecker, jaxtyped=jaxtyping.jaxtyped):
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
+        __tracebackhide__ = True
         return (fn if jaxtyping.config.jaxtyping_disable else typed)(*args, **kwargs)
 
     return call

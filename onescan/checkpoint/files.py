@@ -71,10 +71,10 @@ def remove(path: Path) -> None:
     elif path.suffix == PARTIAL:
         shutil.rmtree(path)  # does not follow symbolic links
     else:
-        doomed = partial_of(path)
-        remove(doomed)
-        path.rename(doomed)
-        remove(doomed)
+        partial = partial_of(path)
+        remove(partial)
+        path.rename(partial)
+        remove(partial)
 
 
 def remove_from(folder: Path, names: re.Pattern[str], *, but: Path | None = None) -> None:
@@ -126,33 +126,33 @@ def writing(folder: Path) -> Iterator[None]:
         raise OSError(f"cannot write to {folder}: {reason}{intact}") from error
 
 
-def damaged(place: Path | str, found: object, remedy: str) -> ValueError:
+def damaged(source: Path | str, problem: object, remedy: str) -> ValueError:
     """Return the error for a damaged file.
 
     Args:
-        place: The file, or a line of it.
-        found: The cause, as an exception, or the content that was found instead.
+        source: The file, or a line of it.
+        problem: The cause, as an exception, or the content that was found instead.
         remedy: What the user can do about it.
     """
-    what = found if isinstance(found, Exception) else f"it holds {reprlib.repr(found)}"
-    return ValueError(f"{place} is damaged ({what}): {remedy}")
+    what = problem if isinstance(problem, Exception) else f"it holds {reprlib.repr(problem)}"
+    return ValueError(f"{source} is damaged ({what}): {remedy}")
 
 
-def parse_json(text: bytes, place: Path | str, remedy: str) -> Any:
+def parse_json(content: bytes, source: Path | str, remedy: str) -> Any:
     """Parse JSON.
 
     Args:
-        text: Content of the file, or of one line of it.
-        place: Source of the content, for the error message.
+        content: Content of the file, or of one line of it.
+        source: Source of the content, for the error message.
         remedy: What the user can do, for the error message.
 
     Raises:
         ValueError: If it is not valid JSON, or nested too deeply.
     """
     try:
-        return json.loads(text.decode())
+        return json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise damaged(place, error, remedy) from error
+        raise damaged(source, error, remedy) from error
 
 
 def is_number(value: object) -> bool:
@@ -176,24 +176,24 @@ def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
     return json.dumps({**data, CHECKSUM: checksum}, indent=indent) + "\n"
 
 
-def from_json(text: bytes, place: Path | str, remedy: str, *, indent: int | None = None) -> Any:
+def from_json(content: bytes, source: Path | str, remedy: str, *, indent: int | None = None) -> Any:
     """Parse the output of `to_json`, and return it without the checksum.
 
     Raises:
         ValueError: If any byte has changed.
     """
-    data = parse_json(text, place, remedy)
-    if isinstance(data, dict) and matches(data, text, indent=indent):
+    data = parse_json(content, source, remedy)
+    if isinstance(data, dict) and matches(data, content, indent=indent):
         return data
-    raise damaged(place, ValueError("checksum mismatch"), remedy)
+    raise damaged(source, ValueError("checksum mismatch"), remedy)
 
 
-def matches(data: dict[str, Any], text: bytes, *, indent: int | None = None) -> bool:
-    """Return whether `text` equals the output of `to_json`; removes the checksum from `data`."""
+def matches(data: dict[str, Any], content: bytes, *, indent: int | None = None) -> bool:
+    """Return whether `content` equals the output of `to_json`; removes the checksum from `data`."""
     if data.pop(CHECKSUM, None) is None:
         return False
     try:
-        return to_json(data, indent=indent).encode() == text
+        return to_json(data, indent=indent).encode() == content
     except RecursionError:
         return False
 
@@ -215,10 +215,10 @@ def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: s
     Raises:
         ValueError: If a file is missing, changed or not listed; names the file.
     """
-    there = {path.name for path in folder.iterdir()} - {but}
-    for name in sorted(there ^ files.keys()):
-        what = "is missing" if name in files else "is not in its list of files"
-        raise damaged(folder, ValueError(f"{name} {what}"), remedy)
+    existing = {path.name for path in folder.iterdir()} - {but}
+    for name in sorted(existing ^ files.keys()):
+        problem = "is missing" if name in files else "is not in its list of files"
+        raise damaged(folder, ValueError(f"{name} {problem}"), remedy)
     for name, digest in files.items():
         if not is_own_file(folder / name) or _digest(folder / name) != digest:
             mismatch = ValueError("checksum mismatch")

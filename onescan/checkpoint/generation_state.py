@@ -46,8 +46,8 @@ def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     tensors, notes = read_weights(path)
     if not isinstance(notes.get("model"), dict):
         raise ValueError(f"{path} holds no state")
-    there = configs.from_dict(type(model.config), notes["model"])
-    for where, saved, expected in configs.differences(there, model.config):
+    saved_config = configs.from_dict(type(model.config), notes["model"])
+    for where, saved, expected in configs.differences(saved_config, model.config):
         raise ValueError(
             f"{path} does not match the model: {where} is {saved!r} in the file and {expected!r} "
             "in the model"

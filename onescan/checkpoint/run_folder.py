@@ -110,13 +110,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_version(path: Path, version: str) -> None:
-    wrote, here = _parts(version), _parts(__version__)
-    if wrote < OLDEST:
+    written_by, installed = _parts(version), _parts(__version__)
+    if written_by < OLDEST:
         raise ValueError(
             f"{path} was written by onescan {version}, but onescan {__version__} reads runs of "
             f"{OLDEST[0]}.{OLDEST[1]} or newer: use onescan {version}"
         )
-    if wrote > here:
+    if written_by > installed:
         raise ValueError(
             f"{path} was written by onescan {version}, which is newer than the installed "
             f"{__version__}: use onescan {version} or newer"
@@ -125,8 +125,8 @@ def _check_version(path: Path, version: str) -> None:
 
 def _parts(version: str) -> tuple[int, int]:
     """Parse the major and minor version; (0, 0) if `version` is not a version number."""
-    found = re.match(r"(\d{1,9})\.(\d{1,9})", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @cache

@@ -52,13 +52,13 @@ def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
     If weights are sharded, every process must call this. With keep=False, the result is empty.
     """
-    whole = {}
+    weights = {}
     for name, tensor in distinct(model).items():
         gather = getattr(tensor, "full_tensor", None)  # avoids importing DTensor, which is slow
         tensor = gather() if gather else tensor
         if keep:
-            whole[name] = tensor.detach().to("cpu", copy=True)
-    return whole
+            weights[name] = tensor.detach().to("cpu", copy=True)
+    return weights
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
@@ -79,8 +79,8 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, 
             raise OSError(str(error)) from error
         partial.chmod(mode)
         with partial.open("r+b") as file:
-            place, _, digest = _digest(file)
-            file.seek(place)
+            offset, _, digest = _digest(file)
+            file.seek(offset)
             file.write(digest.encode())
 
     write_atomically(path, write)
@@ -178,11 +178,11 @@ def check_sizes(
         ValueError: Names the first tensor that is missing, unexpected, or differs.
     """
     for name in [*expected, *stored]:
-        there, here = (sizes.get(name, "missing") for sizes in (stored, expected))
-        if there != here:
+        stored_size, expected_size = (sizes.get(name, "missing") for sizes in (stored, expected))
+        if stored_size != expected_size:
             raise ValueError(
-                f"{path} does not match the model: {name} is {there} in the file and {here} in the "
-                "model"
+                f"{path} does not match the model: {name} is {stored_size} in the file and "
+                f"{expected_size} in the model"
             )
 
 
@@ -236,10 +236,10 @@ def _digest(file: IO[bytes]) -> tuple[int, str, str]:
     size = file.read(8)
     length = int.from_bytes(size, "little")
     header = file.read(length) if length <= MAX_HEADER else b""
-    place = header.find(MARK)
-    if place < 0:
+    offset = header.find(MARK)
+    if offset < 0:
         raise ValueError("no checksum")
-    begin, end = place + len(MARK), place + len(MARK) + len(ZEROS)
+    begin, end = offset + len(MARK), offset + len(MARK) + len(ZEROS)
     content = sha256(size + header[:begin] + ZEROS.encode() + header[end:])
     digest = file_digest(file, lambda: content).hexdigest()  # type: ignore[arg-type]
     return len(size) + begin, header[begin:end].decode("ascii", "replace"), digest

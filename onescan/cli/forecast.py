@@ -53,20 +53,20 @@ def forecast_rows(
     for labels, series in zip(table.names, quantiles, strict=True):
         for label, by_step in zip(labels, series.movedim(0, -1).tolist(), strict=True):
             for step, numbers in enumerate(by_step, start=1):
-                known = [None if math.isnan(number) else number for number in numbers]
+                values = [None if math.isnan(number) else number for number in numbers]
                 time = times.text(last + step) if times else None
                 row = {"path": path, "series": label, "step": step, "time": time}
-                row["forecast"] = known[format.median]
-                rows.append(row | dict(zip(names, known, strict=True)))
+                row["forecast"] = values[format.median]
+                rows.append(row | dict(zip(names, values, strict=True)))
             until = f" to {time}" if times else ""
             low, middle, high = (f"{numbers[i]:.6g}" for i in (0, format.median, -1))
-            about = (
+            summary = (
                 f"no forecast, because no value of the last {format.context} steps is known"
                 if math.isnan(numbers[0])
                 else f"{plural(format.horizon, 'step')}{until}; at the last step {middle} "
                 f"({names[0]} {low}, {names[-1]} {high})"
             )
-            echo(f"{printable(f'{path}: {label}')}: {about}")
+            echo(f"{printable(f'{path}: {label}')}: {summary}")
     return rows
 
 

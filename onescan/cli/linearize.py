@@ -1,6 +1,8 @@
 """The command that converts a trained transformers encoder to linear attention: linearize."""
 
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -30,9 +32,9 @@ def linearize(argv: Argv) -> None:
         """Folder or hub name of a transformers model for masked language modeling, text
         classification or image classification, with its tokenizer or image processor."""
         data: Annotated[str, tyro.conf.arg(metavar="PATH")]
-        """Text for a masked language model, a table with the columns text and label, or a folder of
-        images with one subfolder per class. Part of the data is held out for evaluation, as in
-        onescan train."""
+        """Text for a masked language model, a table of texts and labels, or a folder of images
+        with one subfolder per class. Part of the data is held out for evaluation, as in onescan
+        train."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
         """Output folder, which must not exist."""
         device: Device = "auto"
@@ -44,8 +46,9 @@ def linearize(argv: Argv) -> None:
 
     names = [field.name for field in fields(LinearizeConfig)]
     config = LinearizeConfig(**{name: getattr(options, name) for name in names})
-    device = choose_device(options.device, Ranks())
     with ExitStack() as stack:
+        stack.enter_context(_own_names())
+        device = choose_device(options.device, Ranks())
 
         @cache
         def bar(phase: str) -> Any:
@@ -65,8 +68,24 @@ def linearize(argv: Argv) -> None:
     for note in outcome.notes:
         echo(f"data: {note}")
     kept = f", softmax attention in {plural(len(done.kept), 'layer')}" if done.kept else ""
+    if options.softmax_every is not None and not done.kept:
+        kept = f", softmax attention in none: softmax_every is {options.softmax_every}"
     echo(f"linear attention ({options.kind}) in {plural(len(done.replaced), 'layer')}{kept}")
     for name, before in outcome.original.items():
         values = [metric_value(name, x) for x in (before, outcome.linear[name])]
         echo(f"held-out {metric_label(name)}: {values[0]} before, {values[1]} after")
     echo(f"{options.out}: saved")
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Name the options of this command in errors, instead of those of onescan train."""
+    names = "|".join(field.name for field in fields(LinearizeConfig)) + "|device"
+    names += "|" + names.replace("_", "-")
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"(?<![\w./'\"])data\.path\b", "data", str(error))
+        prefix = rf"(?<![\w./'\"])(?:data|machine|training)\.(?=(?:{names})\b)"
+        error.args = (re.sub(prefix, "", message),)
+        raise

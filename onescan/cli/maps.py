@@ -82,18 +82,18 @@ def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
                 maps.append(_stored(predicted, checkpoint.target))
         if out is None:
             continue
-        whole = _stacked(maps)
+        stacked = _stacked(maps)
         name = "classes" if checkpoint.target.kind == "class_map" else "values"
 
-        def write(partial: Path, whole: Any = whole, name: str = name) -> None:
+        def write(partial: Path, stacked: Any = stacked, name: str = name) -> None:
             with partial.open("wb") as file:  # np.save would add a suffix to a name
                 if out.suffix == ".npy":
-                    np.save(file, whole)
+                    np.save(file, stacked)
                 else:
-                    np.savez_compressed(file, **{name: whole})
+                    np.savez_compressed(file, **{name: stacked})
 
         write_atomically(out, write)
-        echo(f"{out}: {name} of shape {whole.shape}, {whole.dtype}")
+        echo(f"{out}: {name} of shape {stacked.shape}, {stacked.dtype}")
 
 
 def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
@@ -254,13 +254,13 @@ def _stacked(maps: Sequence[Any]) -> Any:
     """Stack arrays; those of different sizes are completed with 0, or NaN if they hold values."""
     import numpy as np
 
-    shape = np.max([each.shape for each in maps], axis=0)
+    shape = np.max([array.shape for array in maps], axis=0)
     dtype = np.result_type(*maps)
-    whole = np.full((len(maps), *shape), np.nan if dtype.kind == "f" else 0, dtype)
-    for row, each in enumerate(maps):
-        inside: Any = (row, *map(slice, each.shape))
-        whole[inside] = each
-    return whole
+    stacked = np.full((len(maps), *shape), np.nan if dtype.kind == "f" else 0, dtype)
+    for row, array in enumerate(maps):
+        inside: Any = (row, *map(slice, array.shape))
+        stacked[inside] = array
+    return stacked
 
 
 def _stored(predicted: "Tensor", target: "Target") -> Any:

@@ -269,8 +269,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     ends = [field.rpartition(".")[2] for field in fields.values()]
     for field in fields.values():
         shown = "--" + field.replace("_", "-")
-        named = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|contains|and|without)\b)"
-        message = re.sub(named, shown, message)
+        pattern = rf"(?<![\w.'\"/-]){re.escape(field)}(?= (?:is|has|contains|and|without)\b)"
+        message = re.sub(pattern, shown, message)
         end = field.rpartition(".")[2]
         if ends.count(end) == 1:
             message = re.sub(rf"^{end}(?= (?:(?:is|has|contains|without)\b|\d))", shown, message)

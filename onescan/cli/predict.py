@@ -105,7 +105,7 @@ def predict(argv: Argv) -> None:
     read = partial(_text_probabilities, column=options.text_column) if of_texts else _grid_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
-    for given, row in read(checkpoint, options.inputs, unreadable):
+    for source, row in read(checkpoint, options.inputs, unreadable):
         if len(names) != len(row):
             raise ValueError(
                 f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
@@ -113,9 +113,9 @@ def predict(argv: Argv) -> None:
             )
         count, is_class = len(row), kind == "class"
         chosen = row.topk(min(options.top_k, count)).indices.tolist() if is_class else range(count)
-        prediction = Prediction(given, [(names[i], row[i].item()) for i in chosen])
+        prediction = Prediction(source, [(names[i], row[i].item()) for i in chosen])
         predictions.append(prediction)
-        echo(f"{printable(given)}: {printable(_described(prediction, checkpoint.target))}")
+        echo(f"{printable(source)}: {printable(_described(prediction, checkpoint.target))}")
     report_skipped(unreadable)
     if not predictions:
         raise nothing_readable("text" if of_texts else "image", options.inputs, unreadable)
@@ -203,7 +203,7 @@ def _text_probabilities(
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
     if column is None:
         column = data_setting(checkpoint, "text_column", default="text")
-    texts = [given.text for given in read_texts(arguments, column, unreadable)]
+    texts = [row.text for row in read_texts(arguments, column, unreadable)]
     if texts:
         encoder = checkpoint.format.open(checkpoint.folder)
         yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
@@ -228,8 +228,8 @@ def _cells(prediction: Prediction, column: str, kind: "TargetKind") -> dict[str,
     if kind == "multilabel":
         row["labels"] = SEPARATOR.join(prediction.labels)
         return row | {name: round(part, 6) for name, part in prediction.outputs}
-    for place, (name, part) in enumerate(prediction.outputs, start=1):
-        number = "" if place == 1 else f"_{place}"
+    for rank, (name, part) in enumerate(prediction.outputs, start=1):
+        number = "" if rank == 1 else f"_{rank}"
         row |= {f"class{number}": name, f"confidence{number}": round(part, 6)}
     return row
 

@@ -106,7 +106,7 @@ def read_texts(
 
     types = ", ".join((LINE_FILE, *READERS) if lines else READERS)
     texts: list[GivenText] = []
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         path = Path(argument)
         has_lines = lines and file_type(path) == LINE_FILE
         is_file_name = (is_table(path) or has_lines) and len(argument.split()) == 1
@@ -115,7 +115,7 @@ def read_texts(
                 f"{argument} is a folder, expected a text or a file of texts ({types}); to pass "
                 f"the text {argument!r} itself, write it to such a file"
             )
-        check_unicode(f"inputs[{place}]", argument)
+        check_unicode(f"inputs[{index}]", argument)
         if is_file_name or _is(Path.is_file, argument):
             if lines and not (has_lines or is_table(path)):
                 raise ValueError(

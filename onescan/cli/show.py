@@ -129,11 +129,11 @@ def _groups(
     what: str, rows: Mapping[str, RowT], kinds: Mapping[str, str], word: str
 ) -> Iterator[tuple[str, dict[str, RowT]]]:
     """Yield the rows of each kind, if their name or their kind contains a word."""
-    found = _matches(rows, kinds, word)
-    if not found:
+    matches = _matches(rows, kinds, word)
+    if not matches:
         raise ValueError(f"no {what} has {word!r} in its name or group")
     order = list(dict.fromkeys(kinds.values()))
-    for kind, names in groupby(sorted(found, key=lambda n: order.index(kinds[n])), kinds.get):
+    for kind, names in groupby(sorted(matches, key=lambda n: order.index(kinds[n])), kinds.get):
         yield str(kind), {name: rows[name] for name in names}
 
 

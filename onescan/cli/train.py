@@ -64,7 +64,7 @@ def train(argv: Argv) -> None:
         return
     from onescan.experiments.training.config import RunConfig
 
-    recipe, given, source, argv = _what_to_train(argv)
+    recipe, arguments, source, argv = _what_to_train(argv)
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -80,7 +80,7 @@ def train(argv: Argv) -> None:
         Options,
         train,
         argv,
-        prog=f"train {given}",
+        prog=f"train {arguments}",
         description=source.description if source else None,
         default=Options(run=recipe),
         common=COMMON,
@@ -159,8 +159,8 @@ def _without(flag: str, argv: Argv) -> Argv:
     (['--b'], ['--b'])
     """
     if flag in argv:
-        at = argv.index(flag)
-        return [*argv[:at], *argv[at + 2 :]]
+        index = argv.index(flag)
+        return [*argv[:index], *argv[index + 2 :]]
     return [word for word in argv if not word.startswith(f"{flag}=")]
 
 
@@ -201,13 +201,13 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     return read_manifest(folder).run, f"--config {file}", None, argv[2:]
 
 
-def _imported(argv: Argv, at: int) -> Argv:
-    """Import the files that follow the first `at` arguments; return the other arguments."""
+def _imported(argv: Argv, index: int) -> Argv:
+    """Import the files that follow the first `index` arguments; return the other arguments."""
     from onescan.experiments.recipes.files import import_file
 
-    while argv[at : at + 1] == ["--import"] and argv[at + 1 :]:
-        import_file(argv[at + 1])
-        argv = [*argv[:at], *argv[at + 2 :]]
+    while argv[index : index + 1] == ["--import"] and argv[index + 1 :]:
+        import_file(argv[index + 1])
+        argv = [*argv[:index], *argv[index + 2 :]]
     return argv
 
 

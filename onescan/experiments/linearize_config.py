@@ -1,6 +1,7 @@
 """Settings of `onescan linearize`, in a separate module so that --help does not import torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,15 @@ class LinearizeConfig:
     """Examples per step."""
     length: int | None = None
     """Maximum tokens per text. By default 128, or the maximum of the model if that is smaller."""
+    text_column: str = "text"
+    """Column of the texts, in tables."""
+    label_column: str | None = None
+    """Column of the labels, in tables and parquet files. By default label or, for images, the only
+    column of class labels."""
+    test_fraction: float = 0.1
+    """Fraction of the examples held out if the data has no test part."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """On an unreadable image or text, end the command (raise), or skip and report it (skip)."""
     augment: bool = True
     """Flip and shift training images at random."""
     seed: int = 0

@@ -81,8 +81,8 @@ def classify_texts(
     """
     device = next(model.parameters()).device
     rows = []
-    for at in range(0, len(texts), batch_size):
-        group = texts[at : at + batch_size]
-        tokens, keep = pad_tokens([encoder.encode(text)[0] for text in group])
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        tokens, keep = pad_tokens([encoder.encode(text)[0] for text in batch])
         rows.append(model(tokens.to(device), keep.to(device)).float().softmax(dim=1).cpu())
     return torch.cat(rows)

@@ -338,13 +338,13 @@ def _image_batches(source: Any, inputs: Any, batch_size: int) -> Iterator[Grids]
             yield torch.stack(images)
 
 
-def _read(image: Any, place: int, format: Any) -> Pixels:
+def _read(image: Any, index: int, format: Any) -> Pixels:
     """Read one of the inputs, an image file or a PIL image, as the input of a model."""
     if isinstance(image, Image.Image):
-        return image_format(format, f"inputs[{place}]").from_pil(image)
+        return image_format(format, f"inputs[{index}]").from_pil(image)
     if isinstance(image, str | Path):
         return read_image(image, image_format(format, image))
     raise ValueError(
-        f"inputs[{place}] is {named_type(image)}, expected an image file or a PIL image; pass "
+        f"inputs[{index}] is {named_type(image)}, expected an image file or a PIL image; pass "
         "pixels as one array or tensor [N, channels, *axes]"
     )

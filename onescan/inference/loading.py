@@ -204,16 +204,16 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
-    place = downloaded(name)
-    if is_pretrained(place):
+    path = downloaded(name)
+    if is_pretrained(path):
         try:
-            model = _load_pretrained(place)  # first, because its errors name what the folder holds
+            model = _load_pretrained(path)  # first, because its errors name what the folder holds
         except ImportError:
-            load_tokenizer(place)  # explains what is missing
+            load_tokenizer(path)  # explains what is missing
             raise
-        tokenizer = load_tokenizer(place)
+        tokenizer = load_tokenizer(path)
     else:
-        run = load(place)
+        run = load(path)
         if not isinstance(run.model, CausalLM | MaskedLM):
             kind = named_type(run.model)
             raise ValueError(f"{name!r} holds {kind}, expected a CausalLM or MaskedLM")
@@ -237,11 +237,11 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     """
     from onescan.inputs.tokenizer import TextFormat
 
-    place = downloaded(name)
-    if is_pretrained(place):
-        model, tokenizer = load_language_model(place)
+    path = downloaded(name)
+    if is_pretrained(path):
+        model, tokenizer = load_language_model(path)
         return model.config, tokenizer
-    folder, _, _, header = _read(place)
+    folder, _, _, header = _read(path)
     if not isinstance(header.format, TextFormat):
         raise ValueError(f"{name!r} was trained on {type(header.format).__name__}, not on text")
     return header.run.model, header.format.open(folder)
@@ -298,10 +298,10 @@ def load_pretrained_model(name: str) -> PretrainedModel:
         FileNotFoundError: If the run has not saved any weights.
         ImportError: If transformers is needed and not installed.
     """
-    place = downloaded(name)
-    if is_pretrained(place):
-        return PretrainedModel(name=name, model=_load_pretrained(place), format=None)
-    run = load(place)
+    path = downloaded(name)
+    if is_pretrained(path):
+        return PretrainedModel(name=name, model=_load_pretrained(path), format=None)
+    run = load(path)
     return PretrainedModel(
         name=name, model=run.model, format=run.format, class_names=run.class_names
     )

@@ -125,7 +125,7 @@ def _gaussian(sizes: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the weight of each position of a window, the largest one 1."""
     weights = like.new_ones(())
     for size in sizes:
-        places = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
-        line = (-0.5 * (SPREAD * places / size).square()).exp()
+        offsets = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
+        line = (-0.5 * (SPREAD * offsets / size).square()).exp()
         weights = weights.unsqueeze(-1) * line
     return (weights / weights.max()).clamp(min=LEAST_WEIGHT)

@@ -55,18 +55,18 @@ class ForecastFormat(Format):
             Mean and standard deviation in float64, of shape [B, channels, 1]. A constant context
             has a standard deviation of 0.
         """
-        wide = context.double()
-        known = ~wide.isnan()
-        count = known.sum(dim=-1, keepdim=True)
+        values = context.double()
+        is_observed = ~values.isnan()
+        count = is_observed.sum(dim=-1, keepdim=True)
         # Differences from an observed value are exact where values are close together.
-        first = wide.gather(-1, known.int().argmax(dim=-1, keepdim=True))
-        shifted = torch.where(known, wide - first, 0)
+        first = values.gather(-1, is_observed.int().argmax(dim=-1, keepdim=True))
+        shifted = torch.where(is_observed, values - first, 0)
         shift = shifted.sum(dim=-1, keepdim=True) / count
-        rest = torch.where(known, shifted - shift, 0)
-        largest = rest.abs().amax(dim=-1, keepdim=True)
+        deviation = torch.where(is_observed, shifted - shift, 0)
+        largest = deviation.abs().amax(dim=-1, keepdim=True)
         largest = torch.where(largest > 0, largest, 1)
         # Divide before squaring, because squares of very large or small values are out of range.
-        std = largest * ((rest / largest) ** 2).sum(dim=-1, keepdim=True).div(count).sqrt()
+        std = largest * ((deviation / largest) ** 2).sum(dim=-1, keepdim=True).div(count).sqrt()
         return first + shift, std
 
     def model_input(self, context: Context) -> Inputs:
@@ -92,9 +92,9 @@ class ForecastFormat(Format):
                 "context has infinite values, expected finite numbers, or NaN if missing"
             )
         mean, std = self.scale(context)
-        known = ~context.isnan()
-        values = torch.where(known, (context.double() - mean) / _divisor(std), 0)
-        return pad(torch.cat([values, known], dim=1).float(), (0, self.horizon))
+        is_observed = ~context.isnan()
+        values = torch.where(is_observed, (context.double() - mean) / _divisor(std), 0)
+        return pad(torch.cat([values, is_observed], dim=1).float(), (0, self.horizon))
 
     def targets(self, future: Future, context: Context) -> Future:
         """Standardize the steps after a context as the model's targets.

@@ -65,14 +65,14 @@ def load_vae(name: str) -> Any:
         from diffusers.utils import logging
     except ImportError as error:
         raise missing_package("the VAE of latents", "diffusers", "generation") from error
-    place = Path(name).expanduser()
-    if not place.is_dir() and not re.fullmatch(HUB_NAME, name):
+    path = Path(name).expanduser()
+    if not path.is_dir() and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"vae is {name!r}: there is no such folder")
     level = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)  # missing weights are reported below
     try:
         vae, info = AutoencoderKL.from_pretrained(
-            str(place) if place.is_dir() else name, use_safetensors=True, output_loading_info=True
+            str(path) if path.is_dir() else name, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(

@@ -50,9 +50,9 @@ def decode(tokens: Sequence[int]) -> str:
     >>> decode([11, 3, 10, 15, 0, 0])
     '[MAX 2 9 ]'
     """
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if not PADDING <= token <= END:
-            raise ValueError(f"tokens[{place}] is {token}, expected {PADDING} to {END}")
+            raise ValueError(f"tokens[{index}] is {token}, expected {PADDING} to {END}")
     return " ".join(VOCABULARY[token] for token in tokens if token != PADDING)
 
 

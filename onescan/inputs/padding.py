@@ -46,9 +46,9 @@ def pad_images(
     multiples = (multiple,) * axes if isinstance(multiple, int) else tuple(multiple)
     if len(multiples) != axes:
         raise ValueError(f"multiple has {plural(len(multiples), 'number')}, expected {axes}")
-    check_positive(**{f"multiple[{axis}]": each for axis, each in enumerate(multiples)})
+    check_positive(**{f"multiple[{axis}]": count for axis, count in enumerate(multiples)})
     largest = [max(sides) for sides in zip(*(image.shape[1:] for image in images), strict=True)]
-    size = [-(-side // each) * each for side, each in zip(largest, multiples, strict=True)]
+    size = [-(-side // count) * count for side, count in zip(largest, multiples, strict=True)]
     batch = images[0].new_zeros(len(images), channels, *size)
     keep = torch.zeros(len(images), *size, dtype=torch.bool, device=batch.device)
     for i, image in enumerate(images):

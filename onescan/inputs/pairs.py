@@ -68,9 +68,9 @@ class PairEncoder:
         """
         budget = self.length - len(self.before) - len(self.after)
         sequences = self.tokenizer.encode_many(texts)
-        for place, ids in enumerate(sequences):
+        for index, ids in enumerate(sequences):
             if not len(ids):
-                raise ValueError(f"inputs[{place}] is {texts[place]!r}, which has no tokens")
+                raise ValueError(f"inputs[{index}] is {texts[index]!r}, which has no tokens")
         tokens = [self._join(self.before, ids[:budget], self.after) for ids in sequences]
         return tokens, [len(ids) > budget for ids in sequences]
 
@@ -78,12 +78,12 @@ class PairEncoder:
         """Return whether each of these texts or pairs of texts is longer than `length`."""
         sizes = [len(ids) for ids in self.tokenizer.encode_many([x for row in rows for x in row])]
         added = len(self.before) + len(self.after)
-        found, begin = [], 0
+        truncated, begin = [], 0
         for row in rows:
             tokens = sum(sizes[begin : begin + len(row)]) + added + len(row) - 1
-            found.append(tokens > self.length)
+            truncated.append(tokens > self.length)
             begin += len(row)
-        return found
+        return truncated
 
     def _join(self, *parts: list[int] | Ids) -> Ids:
         tokens = np.concatenate([np.asarray(part, self.tokenizer.dtype) for part in parts])

@@ -135,10 +135,10 @@ def check_batch(inputs: Any) -> Any:
 
 def check_texts(inputs: Sequence[str]) -> Sequence[str]:
     """Return a batch of texts. Raise ValueError if it is empty, or one is not a Unicode string."""
-    for place, text in enumerate(check_batch(inputs)):
+    for index, text in enumerate(check_batch(inputs)):
         if not isinstance(text, str):
-            raise ValueError(f"inputs[{place}] is {named_type(text)}, expected a string")
-        check_unicode(f"inputs[{place}]", text)
+            raise ValueError(f"inputs[{index}] is {named_type(text)}, expected a string")
+        check_unicode(f"inputs[{index}]", text)
     return inputs
 
 
@@ -164,8 +164,8 @@ def pad_tokens(sequences: Sequence[Ids]) -> tuple[Tokens, Keep]:
     [[[7, 0], [8, 9]], [[True, False], [True, True]]]
     """
     lengths = torch.tensor([len(tokens) for tokens in sequences])
-    places = torch.arange(int(lengths.max()))
-    padded = torch.full((len(sequences), len(places)), PADDING)
+    positions = torch.arange(int(lengths.max()))
+    padded = torch.full((len(sequences), len(positions)), PADDING)
     for row, tokens in zip(padded, sequences, strict=True):
         row[: len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
-    return padded, places < lengths[:, None]
+    return padded, positions < lengths[:, None]

@@ -195,8 +195,8 @@ class Tokenizer(ABC):
 
     def _after(self, before: str, text: str) -> str:
         """Return what is left of a text in its final form if its beginning was shown before."""
-        whole, first = self._clean(text), self._clean(before)
-        return whole[len(first) :] if whole.startswith(first) else text[len(before) :]
+        full, shown = self._clean(text), self._clean(before)
+        return full[len(shown) :] if full.startswith(shown) else text[len(before) :]
 
     def _recent(self, ids: list[int]) -> list[int]:
         """Return the last ids, on which alone the text of the next ids depends.
@@ -403,12 +403,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     except ImportError as error:
         raise missing_package(f"tokenizer {name!r}", "transformers", "text") from error
     path = Path(name)
-    place = path.parent if path.name == "tokenizer.json" else path
+    source = path.parent if path.name == "tokenizer.json" else path
     try:
-        found = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"cannot load a tokenizer from {name!r}: {in_a_line(error)}") from error
-    return PretrainedTokenizer(name, found)
+    return PretrainedTokenizer(name, tokenizer)
 
 
 def _check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
@@ -451,19 +451,19 @@ class TextFormat(Format):
             ImportError: If transformers is needed and not installed.
         """
         sequences = self._opened.encode_many(check_texts(inputs))
-        for place, tokens in enumerate(sequences):
+        for index, tokens in enumerate(sequences):
             if not len(tokens):
-                raise ValueError(f"inputs[{place}] is {inputs[place]!r}, which has no tokens")
+                raise ValueError(f"inputs[{index}] is {inputs[index]!r}, which has no tokens")
         return pad_tokens(sequences)
 
     def save(self, folder: Path) -> None:
         if self.tokenizer == BYTES:
             return
-        place = folder / TOKENIZER
-        self._opened.save(place)
-        (place / CHECKSUMS).unlink(missing_ok=True)
-        text = to_json(digests(place))
-        write_text_atomically(place / CHECKSUMS, text)
+        tokenizer_folder = folder / TOKENIZER
+        self._opened.save(tokenizer_folder)
+        (tokenizer_folder / CHECKSUMS).unlink(missing_ok=True)
+        checksums = to_json(digests(tokenizer_folder))
+        write_text_atomically(tokenizer_folder / CHECKSUMS, checksums)
 
     def open(self, folder: Path) -> Tokenizer:
         """Load the tokenizer saved in a run's folder.
@@ -474,12 +474,14 @@ class TextFormat(Format):
         """
         if self.tokenizer == BYTES:
             return load_tokenizer(BYTES)
-        place = folder / TOKENIZER
-        if not is_own_file(place / CHECKSUMS):
-            raise damaged(place, ValueError(f"it has no {CHECKSUMS}"), REMEDY)
-        files = from_json((place / CHECKSUMS).read_bytes(), place / CHECKSUMS, REMEDY)
-        check_digests(place, files, REMEDY, but=CHECKSUMS)
-        return load_tokenizer(str(place))
+        tokenizer_folder = folder / TOKENIZER
+        if not is_own_file(tokenizer_folder / CHECKSUMS):
+            raise damaged(tokenizer_folder, ValueError(f"it has no {CHECKSUMS}"), REMEDY)
+        files = from_json(
+            (tokenizer_folder / CHECKSUMS).read_bytes(), tokenizer_folder / CHECKSUMS, REMEDY
+        )
+        check_digests(tokenizer_folder, files, REMEDY, but=CHECKSUMS)
+        return load_tokenizer(str(tokenizer_folder))
 
     @cached_property
     def _opened(self) -> Tokenizer:

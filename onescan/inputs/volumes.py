@@ -123,7 +123,7 @@ class Volume:
         """
         sides = sides or self.sides
         box = box or tuple(map(slice, sides))
-        lines = [_line(*each, nearest=nearest) for each in zip(self.sides, sides, box, strict=True)]
+        lines = [_line(*axis, nearest=nearest) for axis in zip(self.sides, sides, box, strict=True)]
         try:
             values = self._read(tuple(line.needed for line in lines))
         except DAMAGE as error:
@@ -135,18 +135,20 @@ class Volume:
         """Return classes with the order of axes of the file."""
         import nibabel
 
-        own = nibabel.orientations.axcodes2ornt("RAS")
-        back = nibabel.orientations.ornt_transform(own, self.orientation)
-        return nibabel.orientations.apply_orientation(classes.numpy(), back)
+        model_orientation = nibabel.orientations.axcodes2ornt("RAS")
+        transform = nibabel.orientations.ornt_transform(model_orientation, self.orientation)
+        return nibabel.orientations.apply_orientation(classes.numpy(), transform)
 
     def _read(self, box: Box) -> Real[np.ndarray, "channels _ _ _"]:
         import nibabel
 
-        part = []
+        slices = []
         for n, (axis, sign) in zip(self.stored.shape, self.orientation, strict=False):
-            own = box[int(axis)]
-            part.append(own if sign > 0 else slice(n - own.stop, n - own.start))
-        values = np.asarray(self.stored.dataobj[tuple(part)])
+            axis_slice = box[int(axis)]
+            slices.append(
+                axis_slice if sign > 0 else slice(n - axis_slice.stop, n - axis_slice.start)
+            )
+        values = np.asarray(self.stored.dataobj[tuple(slices)])
         values = nibabel.orientations.apply_orientation(values, self.orientation)
         return np.moveaxis(values.reshape(*values.shape[:AXES], self.channels), -1, 0)
 
@@ -192,12 +194,12 @@ def open_volume(path: str | Path) -> Volume:
         raise ValueError(f"{file} is not a NIfTI file, expected a name ending in .nii or .nii.gz")
     try:  # other formats that nibabel knows are not opened
         kinds = (nibabel.Nifti1Image, nibabel.Nifti2Image)
-        found = (kind for kind in kinds if kind.path_maybe_image(str(file))[0])
-        if (kind := next(found, None)) is None:
+        matching = (kind for kind in kinds if kind.path_maybe_image(str(file))[0])
+        if (kind := next(matching, None)) is None:
             raise ValueError("it has no NIfTI header")
         stored: Any = kind.from_filename(str(file))
         shape, dtype, affine = stored.shape, stored.get_data_dtype(), stored.affine
-        stated = math.prod(shape) * dtype.itemsize + stored.dataobj.offset
+        expected_bytes = math.prod(shape) * dtype.itemsize + stored.dataobj.offset
     except (*DAMAGE, nibabel.filebasedimages.ImageFileError, HeaderDataError) as error:
         raise ValueError(f"{file} cannot be read: {_first_line(error)}") from error
     if len(shape) not in (AXES, AXES + 1) or min(shape) < 1:
@@ -206,8 +208,10 @@ def open_volume(path: str | Path) -> Volume:
         )
     if dtype.kind not in "iuf":
         raise ValueError(f"{file} holds {dtype}, expected real numbers")
-    if stated > file.stat().st_size * (MAX_COMPRESSION if file.suffix.lower() == ".gz" else 1):
-        raise ValueError(f"{file} is truncated: its header states {stated:,} bytes")
+    if expected_bytes > file.stat().st_size * (
+        MAX_COMPRESSION if file.suffix.lower() == ".gz" else 1
+    ):
+        raise ValueError(f"{file} is truncated: its header states {expected_bytes:,} bytes")
     orientation = io_orientation(affine) if np.isfinite(affine).all() else np.full(1, np.nan)
     if np.isnan(orientation).any():  # such as of an axis without a direction
         raise ValueError(f"{file} has an invalid affine: {affine.tolist()}")
@@ -236,8 +240,8 @@ def check_same_geometry(image: Volume, mask: Volume) -> None:
 def check_channels(volume: Volume, channels: int) -> None:
     """Raise ValueError if a volume has another number of channels than expected; names its file."""
     if volume.channels != channels:
-        found = plural(volume.channels, "channel")
-        raise ValueError(f"{volume.file} has {found}, expected {channels}")
+        channel_count = plural(volume.channels, "channel")
+        raise ValueError(f"{volume.file} has {channel_count}, expected {channels}")
 
 
 def read_volume(path: str | Path, format: VolumeFormat) -> Float[Tensor, "channels _ _ _"]:
@@ -319,9 +323,9 @@ def _line(old: int, new: int, part: slice, *, nearest: bool) -> _Line:
         low = high = np.floor(centers).astype(int).clip(max=old - 1)
         weight = np.zeros(len(low))
     else:
-        at = (centers - 0.5).clip(0, old - 1)
-        low, high = np.floor(at).astype(int), np.ceil(at).astype(int)
-        weight = at - low
+        position = (centers - 0.5).clip(0, old - 1)
+        low, high = np.floor(position).astype(int), np.ceil(position).astype(int)
+        weight = position - low
     first = int(low[0])
     return _Line(slice(first, int(high[-1]) + 1), low - first, high - first, weight)
 
@@ -331,8 +335,8 @@ def _interpolated(values: Values, lines: Sequence[_Line]) -> Values:
         if line.weight.any():
             weight = values.new_tensor(line.weight).reshape(-1, *[1] * (len(lines) - axis))
             low, high = (
-                values.index_select(axis, torch.from_numpy(places))
-                for places in (line.low, line.high)
+                values.index_select(axis, torch.from_numpy(indices))
+                for indices in (line.low, line.high)
             )
             values = low.lerp(high, weight)
         elif len(line.low) != values.shape[axis]:

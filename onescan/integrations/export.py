@@ -298,10 +298,10 @@ def _image_inputs(model: ImageClassifier | DensePredictor | Denoiser) -> Inputs:
 def _images_of(model: ImageClassifier | DensePredictor | Denoiser) -> tuple[Tensor, list[Any]]:
     """Return an example of images, and the dynamic sizes of their sides; none if they are fixed."""
     config = model.config
-    place = next(model.parameters())
+    parameter = next(model.parameters())
     is_fixed = isinstance(config.position, AbsolutePositionConfig)
     if is_fixed or not config.mixer.fits_any_grid:
-        return place.new_zeros(BATCH, config.channels, *config.image_size), []
+        return parameter.new_zeros(BATCH, config.channels, *config.image_size), []
     axes = len(config.patch_size)
     counts = [PATCHES[axis % len(PATCHES)] for axis in range(axes)]
     sides = [n * patch for n, patch in zip(counts, config.patch_size, strict=True)]
@@ -309,7 +309,7 @@ def _images_of(model: ImageClassifier | DensePredictor | Denoiser) -> tuple[Tens
         patch * Dim(f"{side}_in_patches", min=2) if patch > 1 else Dim(side, min=2)
         for side, patch in zip(_side_names(axes), config.patch_size, strict=True)
     ]
-    return place.new_zeros(BATCH, config.channels, *sides), free
+    return parameter.new_zeros(BATCH, config.channels, *sides), free
 
 
 def _side_names(axes: int) -> tuple[str, ...]:
@@ -520,15 +520,15 @@ def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
         program: Program that ``torch.export.export`` returned for a module with layers of onescan.
     """
     aten = torch.ops.aten
-    own: dict[Any, Callable[..., Tensor]] = {
+    replacements: dict[Any, Callable[..., Tensor]] = {
         aten.logaddexp.default: logaddexp,
         aten.logcumsumexp.default: logcumsumexp,
         aten.cumprod.default: cumprod,
         aten.linalg_solve_triangular.default: solve_unit_triangular,
     }
-    if not any(node.target in own for node in program.graph.nodes):
+    if not any(node.target in replacements for node in program.graph.nodes):
         return program
-    return program.run_decompositions(own)
+    return program.run_decompositions(replacements)
 
 
 class _OperatorsOfOnnx(TorchFunctionMode):
@@ -579,8 +579,8 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def _by_pairs(x: Tensor) -> Tensor:
-    place = torch.arange(x.shape[-1], device=x.device)
-    later = place.unsqueeze(-1) < place
+    position = torch.arange(x.shape[-1], device=x.device)
+    later = position.unsqueeze(-1) < position
     x = x.unsqueeze(-2).masked_fill(later, -torch.inf)
     peak = x.amax(dim=-1, keepdim=True)
     return ((x - peak).exp().sum(dim=-1, keepdim=True).log() + peak).squeeze(-1)
@@ -606,16 +606,16 @@ def solve_unit_triangular(
     if upper or not left or not unitriangular:
         raise NotImplementedError("only unit lower triangular systems are supported")
     size = a.shape[-1]
-    whole = 1 << (size - 1).bit_length()
-    a = F.pad(a, (0, whole - size, 0, whole - size))
+    padded_size = 1 << (size - 1).bit_length()
+    a = F.pad(a, (0, padded_size - size, 0, padded_size - size))
     # ..., blocks, 1, 1
     inverse = torch.ones_like(a[..., 0]).unsqueeze(-1).unsqueeze(-1)
-    while (length := inverse.shape[-1]) < whole:
+    while (length := inverse.shape[-1]) < padded_size:
         pairs = a.unflatten(-1, (-1, 2 * length)).unflatten(-3, (-1, 2 * length))
-        own = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        between = own[..., length:, :length]
+        diagonal = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        below = diagonal[..., length:, :length]
         first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
-        corner = -(second @ between @ first)
+        corner = -(second @ below @ first)
         lines = (
             torch.cat([first, torch.zeros_like(first)], dim=-1),
             torch.cat([corner, second], dim=-1),

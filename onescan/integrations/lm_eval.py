@@ -71,8 +71,8 @@ class OnescanLM(TemplateLM):
         check_positive(batch_size=batch_size)
         self.model, self.texts, self.batch_size = model, tokenizer, batch_size
         self._device = model.network.device
-        places = model.config.position
-        self.most_tokens = places.max_tokens if isinstance(places, TokenPositionConfig) else None
+        indices = model.config.position
+        self.most_tokens = indices.max_tokens if isinstance(indices, TokenPositionConfig) else None
 
     @property
     def eot_token_id(self) -> int:
@@ -131,20 +131,20 @@ class OnescanLM(TemplateLM):
         for in the generated text alone.
         """
 
-        def kind(place: int) -> tuple[str, int]:
-            context, options = requests[place].args
+        def kind(index: int) -> tuple[str, int]:
+            context, options = requests[index].args
             return repr(sorted(options.items())), len(context)
 
         written: dict[int, str] = {}
         order = sorted(range(len(requests)), key=kind)
         with progress_bar(len(order), desc="generating", disable=disable_tqdm) as bar:
-            for _, alike in groupby(order, key=lambda place: kind(place)[0]):
-                for places in _batches(list(alike), self.batch_size):
-                    contexts = [requests[place].args[0] for place in places]
-                    texts = self._write(contexts, dict(requests[places[0]].args[1]))
-                    written |= dict(zip(places, texts, strict=True))
-                    bar.update(len(places))
-        return [written[place] for place in range(len(requests))]
+            for _, same_options in groupby(order, key=lambda index: kind(index)[0]):
+                for indices in _batches(list(same_options), self.batch_size):
+                    contexts = [requests[index].args[0] for index in indices]
+                    texts = self._write(contexts, dict(requests[indices[0]].args[1]))
+                    written |= dict(zip(indices, texts, strict=True))
+                    bar.update(len(indices))
+        return [written[index] for index in range(len(requests))]
 
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, **_: Any
@@ -154,11 +154,11 @@ class OnescanLM(TemplateLM):
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i][0]))
         scores: dict[int, Score] = {}
         with progress_bar(len(order), desc="scoring", disable=disable_tqdm) as bar:
-            for places in _batches(order, self.batch_size):
-                batch = self._score([pairs[place] for place in places])
-                scores |= dict(zip(places, batch, strict=True))
-                bar.update(len(places))
-        return [scores[place] for place in range(len(pairs))]
+            for indices in _batches(order, self.batch_size):
+                batch = self._score([pairs[index] for index in indices])
+                scores |= dict(zip(indices, batch, strict=True))
+                bar.update(len(indices))
+        return [scores[index] for index in range(len(pairs))]
 
     @torch.no_grad()
     def _score(self, pairs: list[tuple[Ids, Ids]]) -> list[Score]:
@@ -217,8 +217,8 @@ class OnescanLM(TemplateLM):
     def _windows(self, text: str) -> list[tuple[Ids, Ids]]:
         """Split a text into pairs of context and text; one pair unless positions are limited."""
         ids = self.tok_encode(text, add_special_tokens=False)
-        most = self.most_tokens or max(1, len(ids))
-        windows = get_rolling_token_windows(ids, self.prefix_token_id, most, context_len=1)
+        max_tokens = self.most_tokens or max(1, len(ids))
+        windows = get_rolling_token_windows(ids, self.prefix_token_id, max_tokens, context_len=1)
         return [make_disjoint_window(window) for window in windows]
 
     def _fitted(self, request: tuple[str, str], context: Ids, text: Ids) -> tuple[Ids, Ids]:
@@ -285,18 +285,18 @@ def _parse_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
     """
     options = {name: value for name, value in options.items() if value is not None}
     until = options.pop("until", [])
-    most = [options.pop(name) for name in LENGTHS if name in options]
+    limits = [options.pop(name) for name in LENGTHS if name in options]
     do_sample = options.pop("do_sample", options.get("temperature", 0) > 0)
-    chosen = {
+    sampling_options = {
         name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options
     }
     if options.pop("num_beams", 1) != 1 or options:
         unknown = sorted(options) or ["num_beams"]
         raise ValueError(f"a task's generation_kwargs set {unknown}, which is not supported")
-    sampling = Sampling(**{"temperature": 1.0, **chosen} if do_sample else {})
+    sampling = Sampling(**{"temperature": 1.0, **sampling_options} if do_sample else {})
     sampling.check()
     ends = [until] if isinstance(until, str) else list(until)
-    return [end for end in ends if end], int(most[0]) if most else DEFAULT_NEW_TOKENS, sampling
+    return [end for end in ends if end], int(limits[0]) if limits else DEFAULT_NEW_TOKENS, sampling
 
 
 def _cut(text: str, until: list[str]) -> tuple[str, bool]:
@@ -305,8 +305,8 @@ def _cut(text: str, until: list[str]) -> tuple[str, bool]:
     >>> _cut("a b. c", [".", "c"]), _cut("a b", ["."])
     (('a b', True), ('a b', False))
     """
-    places = [place for end in until if (place := text.find(end)) >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+    positions = [position for end in until if (position := text.find(end)) >= 0]
+    return (text[: min(positions)], True) if positions else (text, False)
 
 
 def _batches(items: list[RequestT], size: int) -> Iterator[list[RequestT]]:

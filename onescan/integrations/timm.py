@@ -40,16 +40,16 @@ from onescan.shapes import Grid, Grids, Hidden, Pooled
 IMAGE_AXES = 2
 NAMES = [
     name
-    for name, each in PRESETS.items()
-    if isinstance(each.config, ImageClassifierConfig)
-    and len(each.config.image_size) == IMAGE_AXES
+    for name, model in PRESETS.items()
+    if isinstance(model.config, ImageClassifierConfig)
+    and len(model.config.image_size) == IMAGE_AXES
     and not name.startswith(("deit_", "vit_"))
 ]
 
 
 def _trained() -> dict[str, tuple[ImageClassifierConfig, dict[str, Any]]]:
     """Return config and preprocessing of each trained classifier of images, by timm's name."""
-    found = {}
+    classifiers = {}
     for name in zoo.names():
         folder = zoo.FOLDER / name  # timm checks no digests, but loads only safetensors
         manifest = read_config(folder)
@@ -57,7 +57,7 @@ def _trained() -> dict[str, tuple[ImageClassifierConfig, dict[str, Any]]]:
         config = configs.from_dict(ModelConfig, model)  # type: ignore[type-abstract]
         if not isinstance(config, ImageClassifierConfig) or "crop" not in form:
             continue  # no classifier, or not of images
-        found[f"onescan_{name}"] = (
+        classifiers[f"onescan_{name}"] = (
             config,
             {
                 "file": str(folder / WEIGHTS),
@@ -71,7 +71,7 @@ def _trained() -> dict[str, tuple[ImageClassifierConfig, dict[str, Any]]]:
                 "classifier": "head",
             },
         )
-    return found
+    return classifiers
 
 
 TRAINED = _trained()

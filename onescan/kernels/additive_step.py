@@ -65,17 +65,17 @@ def step(
     head_of_all, first = program // blocks, program % blocks * BLOCK_V
     sample, head = head_of_all // H, head_of_all % H
     c, e = tl.arange(0, BLOCK_K), first + tl.arange(0, BLOCK_V)
-    here, there = c < K, e < V
+    key_mask, value_mask = c < K, e < V
     width: tl.constexpr = K * V * (2 if LRPE else 1)
     log_z = tl.full([BLOCK_K], LOG_ZERO, tl.float64)
     cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for cosines; the only one without LRPE
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for sines
     if HAS_KV_IN:
-        log_z = tl.load(z_in + head_of_all * K + c, mask=here, other=0)
+        log_z = tl.load(z_in + head_of_all * K + c, mask=key_mask, other=0)
         log_z = tl.where(log_z < LOG_ZERO, LOG_ZERO, log_z)
         cos_half, sin_half = load_halves(kv_in + head_of_all * width, c, e, K, V, LRPE)
     if HAS_THETA:
-        radians = tl.load(theta + head * K + c, mask=here, other=0).to(tl.float64)
+        radians = tl.load(theta + head * K + c, mask=key_mask, other=0).to(tl.float64)
         if HAS_START:
             position += tl.load(start)
     for t in range(tokens):
@@ -83,12 +83,12 @@ def step(
         live = True
         if HAS_KEEP:
             live = tl.load(keep + token) != 0
-        queries = tl.load(q + token * q_stride + head * K + c, mask=here & live, other=0)
-        queries = features(queries.to(tl.float32), here & live, MAP)
+        queries = tl.load(q + token * q_stride + head * K + c, mask=key_mask & live, other=0)
+        queries = features(queries.to(tl.float32), key_mask & live, MAP)
         logits = tl.load(
-            k + token * k_stride + head * K + c, mask=here & live, other=float("-inf")
+            k + token * k_stride + head * K + c, mask=key_mask & live, other=float("-inf")
         ).to(tl.float64)
-        values = tl.load(v + token * v_stride + head * V + e, mask=there & live, other=0)
+        values = tl.load(v + token * v_stride + head * V + e, mask=value_mask & live, other=0)
         values = values.to(tl.float32)
         weighs = logits != float("-inf")  # also true for NaN, which then shows in the outputs
         logits = tl.where(logits < LOG_ZERO, LOG_ZERO, logits)
@@ -102,7 +102,7 @@ def step(
             if HAS_THETA:
                 angle = radians * (position + t)
             else:
-                angle = tl.load(angles + (t * H + head) * K + c, mask=here, other=0)
+                angle = tl.load(angles + (t * H + head) * K + c, mask=key_mask, other=0)
             cos, sin = cosine_and_sine(angle)
             sin_half = sin_half * kept[:, None] + (w * sin)[:, None] * values[None, :]
             out = tl.sum((queries * sin)[:, None] * sin_half, 0)
@@ -111,7 +111,7 @@ def step(
         result = tl.sum(queries[:, None] * cos_half, 0)
         if LRPE:
             result += out
-        tl.store(o + (token * H + head) * V + e, result, mask=there)
+        tl.store(o + (token * H + head) * V + e, result, mask=value_mask)
     store_halves(kv + head_of_all * width, c, e, cos_half, sin_half, K, V, LRPE)
     if first == 0:
-        tl.store(z + head_of_all * K + c, log_z, mask=here)
+        tl.store(z + head_of_all * K + c, log_z, mask=key_mask)

@@ -125,13 +125,13 @@ def carry_forward(
         cos_half, sin_half = cos_half * n[:, None], sin_half * n[:, None]
     for chunk in range(chunks):
         start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
-        at = ((sample * (chunks + 1) + chunk) * H + head) * K + c
+        offsets = ((sample * (chunks + 1) + chunk) * H + head) * K + c
         finite = tl.where(n > 0, m, LOG_ZERO)
-        tl.store(reference + at, finite, mask=c < K)
-        tl.store(mass + at, n, mask=c < K)
+        tl.store(reference + offsets, finite, mask=c < K)
+        tl.store(mass + offsets, n, mask=c < K)
         scale = (1 / tl.where(n > 0, n, 1.0))[:, None]
-        there = before + ((sample * chunks + chunk) * H + head) * width
-        store_halves(there, c, e, cos_half * scale, sin_half * scale, K, V, LRPE)
+        value_mask = before + ((sample * chunks + chunk) * H + head) * width
+        store_halves(value_mask, c, e, cos_half * scale, sin_half * scale, K, V, LRPE)
         if HAS_SPANS:  # without tokens so far, the state and the normalizer are multiplied by 0
             m = tl.where(continues, m, float("-inf"))
         t = start + tl.arange(0, CHUNK)
@@ -153,11 +153,11 @@ def carry_forward(
             sin_half = sin_half * kept[:, None] + own
             w *= cos
         cos_half = cos_half * kept[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
-    at = ((sample * (chunks + 1) + chunks) * H + head) * K + c
+    offsets = ((sample * (chunks + 1) + chunks) * H + head) * K + c
     finite = tl.where(n > 0, m, LOG_ZERO)
     n = tl.where(n > 0, n, 1.0)
-    tl.store(reference + at, finite, mask=c < K)
-    tl.store(mass + at, n, mask=c < K)
+    tl.store(reference + offsets, finite, mask=c < K)
+    tl.store(mass + offsets, n, mask=c < K)
     exact = finite.to(tl.float64) + tl.log(n.to(tl.float64))
     tl.store(z + of_head * K + c, exact, mask=c < K)
     cos_half, sin_half = cos_half / n[:, None], sin_half / n[:, None]
@@ -188,7 +188,7 @@ def chunk_of(
 
 @jit
 def load_logits(
-    k, reference, mass, here, inside, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
+    k, reference, mass, key_mask, inside, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Load the logits of a tile [C, K], and the normalizers of the incoming state and all tokens.
 
@@ -196,7 +196,7 @@ def load_logits(
     is 0 unless `inside`.
     Logits are `steep` if they rise too much for all tokens to share one peak.
     """
-    logits = tl.load(k, mask=here, other=float("-inf")).to(tl.float32)
+    logits = tl.load(k, mask=key_mask, other=float("-inf")).to(tl.float32)
     r_in = tl.load(reference, mask=inside, other=LOG_ZERO)
     n_in = tl.load(mass, mask=inside, other=0)
     m = tl.maximum(r_in, tl.max(logits, 0))
@@ -276,10 +276,10 @@ def pair_products(
     acc = tl.zeros([CHUNK, CHUNK], tl.float32)
     for left in range(0, V, BLOCK_W):
         e = left + tl.arange(0, BLOCK_W)
-        at = row * V + r * (H * V) + e[None, :]
-        there = valid & (e < V)[None, :]
-        right = tl.trans(tl.load(y + at, mask=there, other=0))
-        acc += product(tl.load(x + at, mask=there, other=0), right, OPERAND, PRECISION)
+        offsets = row * V + r * (H * V) + e[None, :]
+        value_mask = valid & (e < V)[None, :]
+        right = tl.trans(tl.load(y + offsets, mask=value_mask, other=0))
+        acc += product(tl.load(x + offsets, mask=value_mask, other=0), right, OPERAND, PRECISION)
     return acc
 
 
@@ -317,11 +317,11 @@ def read_chunks(
     acc = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        at = row * K + r * (H * K) + c[None, :]
-        here = valid & (c < K)[None, :]
-        queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
+        offsets = row * K + r * (H * K) + c[None, :]
+        key_mask = valid & (c < K)[None, :]
+        queries = tl.load(q + offsets, mask=key_mask, other=0).to(tl.float32)
         logits, r_in, n_in, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
+            k + offsets, reference + c, mass + c, key_mask, (c < K) & continues, CHUNK, BLOCK_K
         )
         cos, sin = queries, queries
         if LRPE:
@@ -333,13 +333,13 @@ def read_chunks(
             w = weights_after(logits, reference + H * K + c, mass + H * K + c, c < K)
         else:
             w = queries * state_share(peak, total, r_in, n_in)
-        place = before + c[:, None] * V + e[None, :]
+        pointers = before + c[:, None] * V + e[None, :]
         inside = (c < K)[:, None] & (e < V)[None, :]
         if LRPE:
-            sin_half = tl.load(place + half, mask=inside, other=0)
+            sin_half = tl.load(pointers + half, mask=inside, other=0)
             acc += product(w * sin, sin_half, OPERAND, PRECISION)
             w *= cos
-        acc += product(w, tl.load(place, mask=inside, other=0), OPERAND, PRECISION)
+        acc += product(w, tl.load(pointers, mask=inside, other=0), OPERAND, PRECISION)
     scores = tl.where(r >= tl.arange(0, CHUNK)[None, :], scores, 0.0)
     at_v = row * V + r * (H * V) + e[None, :]
     values = tl.load(v + at_v, mask=valid & (e < V)[None, :], other=0)
@@ -374,10 +374,10 @@ def query_gradients(
     dscores = tl.where(r >= tl.arange(0, CHUNK)[None, :], dscores, 0.0)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        at = row * K + r * (H * K) + c[None, :]
-        here = valid & (c < K)[None, :]
+        offsets = row * K + r * (H * K) + c[None, :]
+        key_mask = valid & (c < K)[None, :]
         logits, r_in, n_in, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
+            k + offsets, reference + c, mass + c, key_mask, (c < K) & continues, CHUNK, BLOCK_K
         )
         share = state_share(peak, total, r_in, n_in)
         dq_cos = share * rows_by_keys(
@@ -406,10 +406,10 @@ def query_gradients(
         written = exists & (c < K)[None, :]
         if LRPE:
             if HAS_DANGLES:
-                queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
-                tl.store(dangles + at, queries * (dq_sin * cos - dq_cos * sin), mask=written)
+                queries = tl.load(q + offsets, mask=key_mask, other=0).to(tl.float32)
+                tl.store(dangles + offsets, queries * (dq_sin * cos - dq_cos * sin), mask=written)
             dq_cos = dq_cos * cos + dq_sin * sin
-        tl.store(dq + at, dq_cos, mask=written)
+        tl.store(dq + offsets, dq_cos, mask=written)
 
 
 @kernel(carry_blocks, {"HAS_DKV_OUT": False}, {"HAS_DKV_OUT": True})
@@ -440,31 +440,37 @@ def carry_backward(
     if HAS_DKV_OUT:
         d = tl.load(dz_out + of_head * K + c, mask=c < K, other=0)
         cos_half, sin_half = load_halves(dkv_out + of_head * width, c, e, K, V, LRPE)
-    at = ((sample * (chunks + 1) + chunks) * H + head) * K + c
-    r_out = tl.load(reference + at, mask=c < K, other=LOG_ZERO)
-    n_out = tl.load(mass + at, mask=c < K, other=1)
+    offsets = ((sample * (chunks + 1) + chunks) * H + head) * K + c
+    r_out = tl.load(reference + offsets, mask=c < K, other=LOG_ZERO)
+    n_out = tl.load(mass + offsets, mask=c < K, other=1)
     for back in range(chunks):
         chunk = chunks - 1 - back
         start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
-        there = after + ((sample * chunks + chunk) * H + head) * width
-        store_halves(there, c, e, cos_half, sin_half, K, V, LRPE)
+        value_mask = after + ((sample * chunks + chunk) * H + head) * width
+        store_halves(value_mask, c, e, cos_half, sin_half, K, V, LRPE)
         tl.store(dmass + ((sample * chunks + chunk) * H + head) * K + c, d, mask=c < K)
         t = start + tl.arange(0, CHUNK)
         valid = (valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop))[:, None]
         row = (sample * tokens + start) * H + head
         at_k = row * K + r * (H * K) + c[None, :]
-        here = valid & (c < K)[None, :]
-        at = ((sample * (chunks + 1) + chunk) * H + head) * K + c
+        key_mask = valid & (c < K)[None, :]
+        offsets = ((sample * (chunks + 1) + chunk) * H + head) * K + c
         if HAS_SPANS:  # the next chunk may not have read the state after this one
-            r_out = tl.load(reference + at + H * K, mask=c < K, other=LOG_ZERO)
-            n_out = tl.load(mass + at + H * K, mask=c < K, other=1)
+            r_out = tl.load(reference + offsets + H * K, mask=c < K, other=LOG_ZERO)
+            n_out = tl.load(mass + offsets + H * K, mask=c < K, other=1)
         _, r_in, n_in, peak, total, _ = load_logits(
-            k + at_k, reference + at, mass + at, here, (c < K) & continues, CHUNK, BLOCK_K
+            k + at_k,
+            reference + offsets,
+            mass + offsets,
+            key_mask,
+            (c < K) & continues,
+            CHUNK,
+            BLOCK_K,
         )
         kept = n_in * tl.exp(r_in - r_out) / tl.where(n_out > 0, n_out, 1.0)
-        queries = tl.load(q + at_k, mask=here, other=0).to(tl.float32)
+        queries = tl.load(q + at_k, mask=key_mask, other=0).to(tl.float32)
         queries *= state_share(peak, total, r_in, n_in)
-        gradients = tl.load(dq + at_k, mask=here, other=0).to(tl.float32)
+        gradients = tl.load(dq + at_k, mask=key_mask, other=0).to(tl.float32)
         d = d * kept - tl.sum(queries * gradients, 0)
         at_v = row * V + r * (H * V) + e[None, :]
         gradient = tl.load(do + at_v, mask=valid & (e < V)[None, :], other=0)
@@ -505,17 +511,17 @@ def key_gradients(
     dscores = tl.where(earlier, dscores, 0.0)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        at = row * K + r * (H * K) + c[None, :]
-        here = valid & (c < K)[None, :]
-        queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
+        offsets = row * K + r * (H * K) + c[None, :]
+        key_mask = valid & (c < K)[None, :]
+        queries = tl.load(q + offsets, mask=key_mask, other=0).to(tl.float32)
         logits, _, _, peak, total, steep = load_logits(
-            k + at, reference + c, mass + c, here, (c < K) & continues, CHUNK, BLOCK_K
+            k + offsets, reference + c, mass + c, key_mask, (c < K) & continues, CHUNK, BLOCK_K
         )
         cos, sin = queries, queries
         if LRPE:
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
         # gradients of the log-normalizers of the chunk's tokens
-        dz = -queries * tl.load(dq + at, mask=here, other=0).to(tl.float32)
+        dz = -queries * tl.load(dq + offsets, mask=key_mask, other=0).to(tl.float32)
         if steep:
             dlogits = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # gradient of log w through scores
             dangle = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # gradient of the angle
@@ -554,8 +560,8 @@ def key_gradients(
                 OPERAND, PRECISION,
             )  # fmt: skip
             if HAS_DANGLES:
-                da = tl.load(dangles + at, mask=written, other=0).to(tl.float32)
+                da = tl.load(dangles + offsets, mask=written, other=0).to(tl.float32)
                 da += dangle + w * (of_sin * cos - of_cos * sin)
-                tl.store(dangles + at, da, mask=written)
+                tl.store(dangles + offsets, da, mask=written)
             of_cos = of_cos * cos + of_sin * sin
-        tl.store(dk + at, dlogits + w * (of_cos + later), mask=written)
+        tl.store(dk + offsets, dlogits + w * (of_cos + later), mask=written)

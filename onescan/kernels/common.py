@@ -346,21 +346,21 @@ def span_of(
 @jit
 def load_rotary(rotary, first, r, head, c, tokens, H: tl.constexpr, K: tl.constexpr):
     """Load cosines and sines for the tokens first + r, [R, 1], from a table [T, H, 2, K]."""
-    place = rotary + (first * H + head) * (2 * K) + r * (2 * H * K) + c[None, :]
-    there = (first + r < tokens) & (c < K)[None, :]
-    cos = tl.load(place, mask=there, other=0).to(tl.float32)
-    return cos, tl.load(place + K, mask=there, other=0).to(tl.float32)
+    pointers = rotary + (first * H + head) * (2 * K) + r * (2 * H * K) + c[None, :]
+    mask = (first + r < tokens) & (c < K)[None, :]
+    cos = tl.load(pointers, mask=mask, other=0).to(tl.float32)
+    return cos, tl.load(pointers + K, mask=mask, other=0).to(tl.float32)
 
 
 @jit
 def load_halves(kv, c, e, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr):
     """Load a block of kv [F, V], cosine half and sine half; without LRPE both are the same."""
-    place = kv + (c[:, None] * V + e[None, :])
-    inside = (c < K)[:, None] & (e < V)[None, :]
-    cos_half = tl.load(place, mask=inside, other=0)
+    pointers = kv + (c[:, None] * V + e[None, :])
+    mask = (c < K)[:, None] & (e < V)[None, :]
+    cos_half = tl.load(pointers, mask=mask, other=0)
     sin_half = cos_half
     if LRPE:
-        sin_half = tl.load(place + K * V, mask=inside, other=0)
+        sin_half = tl.load(pointers + K * V, mask=mask, other=0)
     return cos_half, sin_half
 
 
@@ -369,11 +369,11 @@ def store_halves(
     kv, c, e, cos_half, sin_half, K: tl.constexpr, V: tl.constexpr, LRPE: tl.constexpr
 ):  # fmt: skip
     """Store a block of kv [F, V]."""
-    place = kv + (c[:, None] * V + e[None, :])
-    inside = (c < K)[:, None] & (e < V)[None, :]
-    tl.store(place, cos_half, mask=inside)
+    pointers = kv + (c[:, None] * V + e[None, :])
+    mask = (c < K)[:, None] & (e < V)[None, :]
+    tl.store(pointers, cos_half, mask=mask)
     if LRPE:
-        tl.store(place + K * V, sin_half, mask=inside)
+        tl.store(pointers + K * V, sin_half, mask=mask)
 
 
 @jit
@@ -390,9 +390,9 @@ def rows_by_keys(
     acc = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for left in range(0, V, BLOCK_W):
         e = left + tl.arange(0, BLOCK_W)
-        place = x + row * V + r * (H * V) + e[None, :]
-        tile = tl.load(place, mask=valid & (e < V)[None, :], other=0)
-        place = matrix + c[None, :] * V + e[:, None]
-        factor = tl.load(place, mask=(e < V)[:, None] & (c < K)[None, :], other=0)
+        pointers = x + row * V + r * (H * V) + e[None, :]
+        tile = tl.load(pointers, mask=valid & (e < V)[None, :], other=0)
+        pointers = matrix + c[None, :] * V + e[:, None]
+        factor = tl.load(pointers, mask=(e < V)[:, None] & (c < K)[None, :], other=0)
         acc += product(tile, factor, OPERAND, PRECISION)
     return acc

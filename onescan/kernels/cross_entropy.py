@@ -57,11 +57,11 @@ def losses_back(
     """Write the gradient of one block of classes of one row."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = c < classes
+    mask = c < classes
     label = tl.load(labels + row)
-    place = row * classes + c
-    x = tl.load(logits + place, mask=there, other=float("-inf")).to(tl.float32)
+    offsets = row * classes + c
+    x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float32)
     share = tl.exp(x - tl.load(peak + row)) / tl.load(mass + row)
     gradient = share - tl.where(c == label, 1.0, 0.0)
     gradient = tl.where(label == ignored, 0.0, gradient * tl.load(dloss + row))
-    tl.store(dlogits + place, gradient, mask=there)
+    tl.store(dlogits + offsets, gradient, mask=mask)

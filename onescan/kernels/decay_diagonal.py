@@ -55,12 +55,12 @@ def chunk_sums(
 ):  # fmt: skip
     """Compute the sums of `passed_in_chunk` without its mask, which would occupy registers."""
     x = tl.arange(0, BLOCK_T)
-    there = t < tokens
+    mask = t < tokens
     if AFTER:
         step: tl.constexpr = 1 if RIGHTWARD else -1
         begin += step * H
-        there = (t + step < tokens) & (x + step >= 0) & (x + step < BLOCK_T)
-    own = load_decays(decays, begin, rows, there, first, K, BLOCK_K)
+        mask = (t + step < tokens) & (x + step >= 0) & (x + step < BLOCK_T)
+    own = load_decays(decays, begin, rows, mask, first, K, BLOCK_K)
     return tl.cumsum(own, 0, reverse=RIGHTWARD == AFTER)
 
 
@@ -183,10 +183,10 @@ def read(
     values = load_tile(v, rows, valid, start, V, BLOCK_V)
     acc += product(weights, values, OPERAND, PRECISION)
     acc *= factor[:, None]
-    there = (t < tokens)[:, None] & (e < V)[None, :]
-    tl.store(o + rows * V + e[None, :], acc, mask=there)
+    mask = (t < tokens)[:, None] & (e < V)[None, :]
+    tl.store(o + rows * V + e[None, :], acc, mask=mask)
     if HAS_WIDE_O:
-        tl.store(wide_o + rows * V + e[None, :], acc, mask=there)
+        tl.store(wide_o + rows * V + e[None, :], acc, mask=mask)
 
 
 @jit
@@ -260,10 +260,10 @@ def gradients(
     v, do = v + begin * V, do + begin * V
     queries = load_tile(q + begin * K, rows, valid, first, K, BLOCK_K).to(tl.float32)
     keys = load_tile(k + begin * K, rows, valid, first, K, BLOCK_K).to(tl.float32)
-    there = t < tokens
-    forward = load_decays(decays, begin, rows, there, first, K, BLOCK_K)
+    mask = t < tokens
+    forward = load_decays(decays, begin, rows, mask, first, K, BLOCK_K)
     of_right = across * tokens * ABOVE
-    backward = load_decays(decays, begin + of_right, rows, there, first, K, BLOCK_K)
+    backward = load_decays(decays, begin + of_right, rows, mask, first, K, BLOCK_K)
     factor = tl.full([BLOCK_T], 1.0, tl.float32)
     of_sum = tl.zeros([BLOCK_T], tl.float32)
     if HAS_SCALE:
@@ -312,10 +312,10 @@ def gradients(
             passed = tl.trans(passed_in_level(level, False, BLOCK_T))
             of_backward += sums_of(passed, tl.where(upper, more_keys, more_queries), EXACT)
     c = first + tl.arange(0, BLOCK_K)
-    place = begin * K + rows * K + c[None, :]
-    inside = there[:, None] & (c < K)[None, :]
-    tl.store(dq + place, of_queries, mask=inside)
-    tl.store(dk + place, tl.where(valid[:, None], of_keys, 0.0), mask=inside)
-    tl.store(ddecays + place, of_forward, mask=inside)
+    offsets = begin * K + rows * K + c[None, :]
+    inside = mask[:, None] & (c < K)[None, :]
+    tl.store(dq + offsets, of_queries, mask=inside)
+    tl.store(dk + offsets, tl.where(valid[:, None], of_keys, 0.0), mask=inside)
+    tl.store(ddecays + offsets, of_forward, mask=inside)
     if ABOVE:
-        tl.store(ddecays + of_right * K + place, of_backward, mask=inside)
+        tl.store(ddecays + of_right * K + offsets, of_backward, mask=inside)

@@ -162,11 +162,11 @@ def read(
                 BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
             )  # fmt: skip
         e = start + tl.arange(0, BLOCK_V)
-        there = (t < tokens)[:, None] & (e < V)[None, :]
+        mask = (t < tokens)[:, None] & (e < V)[None, :]
         acc *= factor[:, None]
-        tl.store(o + rows * V + e[None, :], acc, mask=there)
+        tl.store(o + rows * V + e[None, :], acc, mask=mask)
         if HAS_WIDE_O:
-            tl.store(wide_o + rows * V + e[None, :], acc, mask=there)
+            tl.store(wide_o + rows * V + e[None, :], acc, mask=mask)
 
 
 @jit
@@ -244,8 +244,8 @@ def query_gradients(
             from_right += tl.sum(part * queries, 1)
             acc += part
         c = first + tl.arange(0, BLOCK_K)
-        there = (t < tokens)[:, None] & (c < K)[None, :]
-        tl.store(dq + rows * K + c[None, :], acc, mask=there)
+        mask = (t < tokens)[:, None] & (c < K)[None, :]
+        tl.store(dq + rows * K + c[None, :], acc, mask=mask)
     # the incoming state reaches a token through its own decay and all decays visited before it
     of_state = exponential(forward_end) * inner_product(
         before, before_sum, after, after_sum, left, K, V, BLOCK_K, BLOCK_V
@@ -320,8 +320,8 @@ def key_gradients(
             gives_left += tl.sum(part * keys, 1)
             acc += part
         c = first + tl.arange(0, BLOCK_K)
-        there = (t < tokens)[:, None] & (c < K)[None, :]
-        tl.store(dk + rows * K + c[None, :], tl.where(valid[:, None], acc, 0.0), mask=there)
+        mask = (t < tokens)[:, None] & (c < K)[None, :]
+        tl.store(dk + rows * K + c[None, :], tl.where(valid[:, None], acc, 0.0), mask=mask)
     to_right += tl.sum(tl.where(j < i, gives_right[:, None], 0.0), 0)
     change = tl.load(ddecays + line, mask=t < tokens, other=0)
     tl.store(ddecays + line, change + to_right, mask=t < tokens)

@@ -130,9 +130,9 @@ def exponential(x):
 
 
 @jit
-def load_decays(decays, begin, rows, there, first, K: tl.constexpr, BLOCK: tl.constexpr):
+def load_decays(decays, begin, rows, mask, first, K: tl.constexpr, BLOCK: tl.constexpr):
     """Load log-decays of a block of channels, clamped so that their sums stay finite."""
-    own = load_tile(decays + begin * K, rows, there, first, K, BLOCK)
+    own = load_tile(decays + begin * K, rows, mask, first, K, BLOCK)
     return tl.where(own < VANISHED, VANISHED, own)
 
 
@@ -193,13 +193,13 @@ def states(
     c = first + tl.arange(0, BLOCK_K)
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
-    place = c[:, None] * V + e[None, :]
+    offsets = c[:, None] * V + e[None, :]
     alone = (c < K) & (start == 0)  # only one of the programs that share these keys stores the sum
     rightward = (direction == 0) != GRADIENT
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
     if HAS_KV_IN:
-        acc += tl.load(kv_in + line * (K * V) + place, mask=inside, other=0)
+        acc += tl.load(kv_in + line * (K * V) + offsets, mask=inside, other=0)
         total += tl.load(sum_in + line * K + c, mask=c < K, other=0)
     if DIAGONAL:  # states need the decays after each token, gradients the decays up to it
         passed = tl.where(
@@ -213,9 +213,9 @@ def states(
         t = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)
         begin = (sample * tokens + chunk * BLOCK_T) * H + head
-        here = line * chunks + chunk
-        tl.store(before + here * (K * V) + place, acc, mask=inside)
-        tl.store(before_sum + here * K + c, total, mask=alone)
+        chunk_index = line * chunks + chunk
+        tl.store(before + chunk_index * (K * V) + offsets, acc, mask=inside)
+        tl.store(before_sum + chunk_index * K + c, total, mask=alone)
         if DIAGONAL:
             of_direction = direction * (batch * H).to(tl.int64) * tokens
             own = load_decays(decays, of_direction + begin, rows, t < tokens, first, K, BLOCK_K)
@@ -239,7 +239,7 @@ def states(
             total += tl.sum(keys * of_sum, 0)
             keys *= tl.load(scale + begin + rows, mask=valid[:, None], other=0)
         acc += product(tl.trans(keys), values, OPERAND, PRECISION)
-    tl.store(kv_out + line * (K * V) + place, acc, mask=inside)
+    tl.store(kv_out + line * (K * V) + offsets, acc, mask=inside)
     tl.store(sum_out + line * K + c, total, mask=alone)
 
 
@@ -268,11 +268,11 @@ def step(
     c = tl.arange(0, BLOCK_K)
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
-    place = line * (K * V) + c[:, None] * V + e[None, :]
+    offsets = line * (K * V) + c[:, None] * V + e[None, :]
     kv = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_K], tl.float32)
     if HAS_KV_IN:
-        kv += tl.load(kv_in + place, mask=inside, other=0)
+        kv += tl.load(kv_in + offsets, mask=inside, other=0)
         z += tl.load(sum_in + line * K + c, mask=c < K, other=0)
     for t in range(tokens):
         token = sample * tokens + t
@@ -301,7 +301,7 @@ def step(
             factor, _ = scale_of(tl.sum(z * query, 0), NORMALIZER)
             output *= factor
         tl.store(o + row * V + e, output, mask=e < V)
-    tl.store(kv_out + place, kv, mask=inside)
+    tl.store(kv_out + offsets, kv, mask=inside)
     tl.store(sum_out + line * K + c, z, mask=(c < K) & (start == 0))
 
 
@@ -316,10 +316,10 @@ def scales(
     """Compute the reciprocal divisors of outputs and gradients of row sums, for lines [B T H]."""
     line = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_V)
-    there = (line < lines)[:, None] & (e < V)[None, :]
-    place = line[:, None] * V + e[None, :]
-    outputs = tl.load(o + place, mask=there, other=0).to(tl.float32)
-    gradients = tl.load(do + place, mask=there, other=0).to(tl.float32)
+    mask = (line < lines)[:, None] & (e < V)[None, :]
+    offsets = line[:, None] * V + e[None, :]
+    outputs = tl.load(o + offsets, mask=mask, other=0).to(tl.float32)
+    gradients = tl.load(do + offsets, mask=mask, other=0).to(tl.float32)
     total = tl.load(c + line, mask=line < lines, other=1)
     factor, derivative = scale_of(total, NORMALIZER)
     tl.store(scale + line, factor, mask=line < lines)

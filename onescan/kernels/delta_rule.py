@@ -183,10 +183,10 @@ def solve(
     """
     head, sample, _, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     direction = tl.program_id(1)
-    here = begin + direction * (batch * H).to(tl.int64) * tokens
+    first_row = begin + direction * (batch * H).to(tl.int64) * tokens
     q, k, v, do = q + begin * K, k + begin * K, v + begin * V, do + begin * V
-    w, inverse = w + here * K, inverse + here * BLOCK_T
-    errors, derrors = errors + here * V, derrors + here * V
+    w, inverse = w + first_row * K, inverse + first_row * BLOCK_T
+    errors, derrors = errors + first_row * V, derrors + first_row * V
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
     inside = (t < tokens)[:, None]
@@ -241,10 +241,10 @@ def states(
     c = tl.arange(0, BLOCK_K)
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
-    place = c[:, None] * V + e[None, :]
+    state_offsets = c[:, None] * V + e[None, :]
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_KV_IN:
-        acc += tl.load(kv_in + program * (K * V) + place, mask=inside, other=0)
+        acc += tl.load(kv_in + program * (K * V) + state_offsets, mask=inside, other=0)
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
     for visited in range(chunks):
@@ -252,17 +252,17 @@ def states(
         t = chunk * BLOCK_T + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP)
         begin = (sample * tokens + chunk * BLOCK_T) * H + head
-        here = begin + direction * (batch * H).to(tl.int64) * tokens
-        tl.store(before + (program * chunks + chunk) * (K * V) + place, acc, mask=inside)
+        first_row = begin + direction * (batch * H).to(tl.int64) * tokens
+        tl.store(before + (program * chunks + chunk) * (K * V) + state_offsets, acc, mask=inside)
         passed, end = passed_decay(
             decays, direction, batch, sample, t, tokens, head, H, HAS_DECAYS, BLOCK_T
         )
         leave = exponential(end - passed)[:, None]
         strength = tl.load(beta + begin + line, mask=valid, other=0)[:, None]
-        there = (t < tokens)[:, None] & (e < V)[None, :]
-        at = errors + here * V + rows * V + e[None, :]
-        tile = tl.load(at, mask=there, other=0).to(tl.float32)
-        solved = load_tile(w + here * K, rows, t < tokens, 0, K, BLOCK_K)
+        mask = (t < tokens)[:, None] & (e < V)[None, :]
+        error_pointers = errors + first_row * V + rows * V + e[None, :]
+        tile = tl.load(error_pointers, mask=mask, other=0).to(tl.float32)
+        solved = load_tile(w + first_row * K, rows, t < tokens, 0, K, BLOCK_K)
         if GRADIENT:
             keys = load_tile(k + begin * K, rows, valid, 0, K, BLOCK_K)
             tile += leave * product(keys, acc, OPERAND, PRECISION)
@@ -277,8 +277,8 @@ def states(
             acc *= exponential(end)
             keys = load_tile(k + begin * K, rows, valid, 0, K, BLOCK_K) * leave
             acc += product(tl.trans(keys), strength * tile, OPERAND, PRECISION)
-        tl.store(at, tile, mask=there)
-    tl.store(kv_out + program * (K * V) + place, acc, mask=inside)
+        tl.store(error_pointers, tile, mask=mask)
+    tl.store(kv_out + program * (K * V) + state_offsets, acc, mask=inside)
 
 
 @jit
@@ -337,8 +337,8 @@ def read(
             )  # fmt: skip
             acc -= own[:, None] * load_tile(v, rows, valid, start, V, BLOCK_V)
         e = start + tl.arange(0, BLOCK_V)
-        there = (t < tokens)[:, None] & (e < V)[None, :]
-        tl.store(o + rows * V + e[None, :], acc, mask=there)
+        mask = (t < tokens)[:, None] & (e < V)[None, :]
+        tl.store(o + rows * V + e[None, :], acc, mask=mask)
 
 
 @kernel(pair_blocks)
@@ -359,24 +359,24 @@ def pair_gradients(
     """
     head, sample, _, t, valid, begin = chunk_of(keep, batch, tokens, H, HAS_KEEP, BLOCK_T)
     direction = tl.program_id(1)
-    here = begin + direction * (batch * H).to(tl.int64) * tokens
+    first_row = begin + direction * (batch * H).to(tl.int64) * tokens
     q, k, do = q + begin * K, k + begin * K, do + begin * V
-    errors, derrors = errors + here * V, derrors + here * V
+    errors, derrors = errors + first_row * V, derrors + first_row * V
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
     strength = tl.load(beta + begin + line, mask=valid, other=0)
-    solved = load_tile(inverse + here * BLOCK_T, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
+    solved = load_tile(inverse + first_row * BLOCK_T, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
     x = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     y = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     of_beta = tl.zeros([BLOCK_T], tl.float32)
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)[None, :]
-        there = (t < tokens)[:, None] & (e < V)
+        mask = (t < tokens)[:, None] & (e < V)
         slopes = load_tile(do, rows, valid, start, V, BLOCK_V)
         found = load_tile(errors, rows, t < tokens, start, V, BLOCK_V)
-        of_written = tl.load(derrors + rows * V + e, mask=there, other=0).to(tl.float32)
+        of_written = tl.load(derrors + rows * V + e, mask=mask, other=0).to(tl.float32)
         of_v = product(tl.trans(solved), strength[:, None] * of_written, OPERAND, PRECISION)
-        tl.store(derrors + rows * V + e, of_v, mask=there)
+        tl.store(derrors + rows * V + e, of_v, mask=mask)
         x += product(slopes, tl.trans(found), OPERAND, PRECISION)
         y += product(of_v, tl.trans(found), OPERAND, PRECISION)
         of_beta += tl.sum(of_written * found.to(tl.float32), 1)
@@ -387,7 +387,7 @@ def pair_gradients(
     y *= -decay_between(passed, direction, False, HAS_DECAYS, BLOCK_T)
     gram = scores_of(k, k, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
     of_beta += tl.sum(y * gram, 0)
-    tl.store(dbetas + here + line, of_beta, mask=t < tokens)
+    tl.store(dbetas + first_row + line, of_beta, mask=t < tokens)
     y *= strength[None, :]
     i, j = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
     if HAS_DDECAYS:  # a decay applies between the tokens visited before it and all others
@@ -396,10 +396,10 @@ def pair_gradients(
         met = tl.where(i == j, 0.0, x * scores + y * gram)
         crossing = product(met, tl.where(before, 1.0, 0.0), OPERAND, PRECISION)
         change = tl.sum(tl.where(before, 0.0, crossing), 0)
-        tl.store(ddecays + here + line, change, mask=t < tokens)
-    place = here * BLOCK_T + rows * BLOCK_T + j
-    tl.store(pairs + place, x, mask=(t < tokens)[:, None])
-    tl.store(key_pairs + place, y + tl.trans(y), mask=(t < tokens)[:, None])
+        tl.store(ddecays + first_row + line, change, mask=t < tokens)
+    pair_offsets = first_row * BLOCK_T + rows * BLOCK_T + j
+    tl.store(pairs + pair_offsets, x, mask=(t < tokens)[:, None])
+    tl.store(key_pairs + pair_offsets, y + tl.trans(y), mask=(t < tokens)[:, None])
 
 
 @jit
@@ -415,7 +415,7 @@ def through_states(
     passed, end = passed_decay(
         decays, direction, batch, sample, t, tokens, head, H, HAS_DECAYS, BLOCK_T
     )
-    here = ((direction * batch + sample) * tokens + chunk * BLOCK_T) * H + head
+    first_row = ((direction * batch + sample) * tokens + chunk * BLOCK_T) * H + head
     row = ((direction * batch + sample) * H + head) * chunks + chunk
     of_q = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     of_read = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
@@ -423,8 +423,8 @@ def through_states(
     met = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
         slopes = load_tile(do, rows, valid, start, V, BLOCK_V)
-        of_v = load_tile(derrors + here * V, rows, t < tokens, start, V, BLOCK_V)
-        found = load_tile(errors + here * V, rows, t < tokens, start, V, BLOCK_V)
+        of_v = load_tile(derrors + first_row * V, rows, t < tokens, start, V, BLOCK_V)
+        found = load_tile(errors + first_row * V, rows, t < tokens, start, V, BLOCK_V)
         kv = load_state(before, row, first, start, K, V, BLOCK_K, BLOCK_V)
         dkv = load_state(after, row, first, start, K, V, BLOCK_K, BLOCK_V)
         of_q += product(slopes, tl.trans(kv), OPERAND, PRECISION)
@@ -510,10 +510,10 @@ def gradients(
             to_right += tl.where(direction == 0, change, 0.0)
             to_left += tl.where(direction == 0, 0.0, change)
         c = first + tl.arange(0, BLOCK_K)[None, :]
-        there = (t < tokens)[:, None] & (c < K)
+        mask = (t < tokens)[:, None] & (c < K)
         place = begin * K + rows * K + c
-        tl.store(dq + place, of_q, mask=there)
-        tl.store(dk + place, tl.where(valid[:, None], of_k, 0.0), mask=there)
+        tl.store(dq + place, of_q, mask=mask)
+        tl.store(dk + place, tl.where(valid[:, None], of_k, 0.0), mask=mask)
     if HAS_DDECAYS:
         place = ddecays + begin + line
         tl.store(place, tl.load(place, mask=t < tokens, other=0) + to_right, mask=t < tokens)

@@ -91,7 +91,7 @@ def step(
     t = first + i
     x_row = sample * (tokens - x_first) - x_first  # of token 0
     y_row = sample * (tokens - y_first) - y_first
-    place = i[:, None] * (H * V) + e[None, :]  # in a tile
+    tile_offsets = i[:, None] * (H * V) + e[None, :]  # in a tile
     lag_0 = rates + head * (2 * radius + 1) + radius
     t_real = real_tokens(keep, sample, t, tokens, HAS_KEEP)
     mixed = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
@@ -107,14 +107,16 @@ def step(
         row_sums += tl.sum(factors, 1)
         if TRANSPOSED:
             factors = tl.load(lag_0 - lag, mask=pairs, other=0)
-        there = (s_real & (s >= x_first))[:, None] & (e < V)[None, :]
-        tile = tl.load(x + ((x_row + left) * H + head) * V + place, mask=there, other=0)
+        mask = (s_real & (s >= x_first))[:, None] & (e < V)[None, :]
+        tile = tl.load(x + ((x_row + left) * H + head) * V + tile_offsets, mask=mask, other=0)
         mixed += product(factors, tile, OPERAND, PRECISION)
-    there = (t_real & (t >= x_first))[:, None] & (e < V)[None, :]
-    own = tl.load(x + ((x_row + first) * H + head) * V + place, mask=there, other=0).to(tl.float32)
+    mask = (t_real & (t >= x_first))[:, None] & (e < V)[None, :]
+    own = tl.load(x + ((x_row + first) * H + head) * V + tile_offsets, mask=mask, other=0).to(
+        tl.float32
+    )
     moved = mixed + (1 - row_sums)[:, None] * own  # zero for masked tokens
     inside = (t < tokens)[:, None] & (e < V)[None, :]
-    tl.store(y + ((y_row + first) * H + head) * V + place, moved, mask=inside)
+    tl.store(y + ((y_row + first) * H + head) * V + tile_offsets, moved, mask=inside)
 
 
 @kernel(
@@ -157,12 +159,12 @@ def rates_gradient(
             own = tl.zeros([BLOCK_T], tl.float32)
             for left in range(0, V, BLOCK_V):
                 e = left + tl.arange(0, BLOCK_V)
-                there = t_real[:, None] & (e < V)[None, :]
+                mask = t_real[:, None] & (e < V)[None, :]
                 place = i[:, None] * (H * V) + e[None, :]
-                slope = tl.load(at_dy + place, mask=there, other=0)
-                own_x = tl.load(at_t + place, mask=there, other=0)
-                there = s_real[:, None] & (e < V)[None, :]
-                others = tl.load(at_s + place, mask=there, other=0)
+                slope = tl.load(at_dy + place, mask=mask, other=0)
+                own_x = tl.load(at_t + place, mask=mask, other=0)
+                mask = s_real[:, None] & (e < V)[None, :]
+                others = tl.load(at_s + place, mask=mask, other=0)
                 outer += product(slope, tl.trans(others), OPERAND, PRECISION)
                 own += tl.sum(slope.to(tl.float32) * own_x.to(tl.float32), 1)
             pairs = connected(sequence, sample, t, s, t_real, s_real, tokens, HAS_SEQUENCE)

@@ -24,9 +24,9 @@ def blocks_of(case: Case) -> Blocks:
 @jit
 def load_rows(x, row, c, lines, stride, H: tl.constexpr, K: tl.constexpr):
     """Load heads of x [tokens, H, K], whose tokens are `stride` apart, and a mask of valid ones."""
-    there = (row < lines)[:, None] & (c < K)[None, :]
-    place = row // H * stride + row % H * K
-    return tl.load(x + place[:, None] + c[None, :], mask=there, other=0).to(tl.float32), there
+    mask = (row < lines)[:, None] & (c < K)[None, :]
+    offsets = row // H * stride + row % H * K
+    return tl.load(x + offsets[:, None] + c[None, :], mask=mask, other=0).to(tl.float32), mask
 
 
 @jit
@@ -37,7 +37,7 @@ def sigmoid(x):
 
 
 @jit
-def features(x, there, MAP: tl.constexpr):
+def features(x, mask, MAP: tl.constexpr):
     """Apply a feature map to the channels of one head; masked channels are 0.
 
     MAP is its number in onescan.ops.feature_maps.KERNEL_MAPS.
@@ -45,16 +45,16 @@ def features(x, there, MAP: tl.constexpr):
     if MAP == 1:
         x *= sigmoid(x)
     elif MAP == 2:
-        unit, _, _ = normalized(x[None, :], there[None, :])
+        unit, _, _ = normalized(x[None, :], mask[None, :])
         x = tl.sum(unit, 0)  # of a single row
     return x
 
 
 @jit
-def normalized(values, there):
+def normalized(values, mask):
     """Return silu(x) + 1/2 divided by its norm, the norm, and sigmoid(x)."""
     gate = sigmoid(values)
-    u = tl.where(there, values * gate + 0.5, 0.0)
+    u = tl.where(mask, values * gate + 0.5, 0.0)
     norm = tl.sqrt(tl.sum(u * u, 1))[:, None]
     norm = tl.where(norm == 0, 1.0, norm)  # heads beyond the last
     return u / norm, norm, gate
@@ -70,9 +70,9 @@ def shifted_silu(
     """Write y [tokens, H, K]; lines is tokens * H."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_K)
-    values, there = load_rows(x, row, c, lines, stride, H, K)
-    unit, _, _ = normalized(values, there)
-    tl.store(y + row[:, None] * K + c[None, :], unit, mask=there)
+    values, mask = load_rows(x, row, c, lines, stride, H, K)
+    unit, _, _ = normalized(values, mask)
+    tl.store(y + row[:, None] * K + c[None, :], unit, mask=mask)
 
 
 @kernel(blocks_of)
@@ -85,9 +85,9 @@ def shifted_silu_backward(
     """Write dx [tokens, H, K]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_K)
-    values, there = load_rows(x, row, c, lines, stride, H, K)
-    unit, norm, gate = normalized(values, there)
-    place = row[:, None] * K + c[None, :]
-    slope = tl.load(dy + place, mask=there, other=0).to(tl.float32)
+    values, mask = load_rows(x, row, c, lines, stride, H, K)
+    unit, norm, gate = normalized(values, mask)
+    offsets = row[:, None] * K + c[None, :]
+    slope = tl.load(dy + offsets, mask=mask, other=0).to(tl.float32)
     of_silu = (slope - unit * tl.sum(unit * slope, 1)[:, None]) / norm
-    tl.store(dx + place, of_silu * gate * (1 + values * (1 - gate)), mask=there)
+    tl.store(dx + offsets, of_silu * gate * (1 + values * (1 - gate)), mask=mask)

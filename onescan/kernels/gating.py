@@ -19,9 +19,9 @@ def blocks_of(case: Case) -> Blocks:
 
 
 @jit
-def load_gate(gate, i, there, SILU: tl.constexpr):
+def load_gate(gate, i, mask, SILU: tl.constexpr):
     """Return the activation of a block of gates, and its derivative."""
-    g = tl.load(gate + i, mask=there, other=0).to(tl.float32)
+    g = tl.load(gate + i, mask=mask, other=0).to(tl.float32)
     activation = sigmoid(g)
     slope = activation * (1 - activation)
     if SILU:
@@ -39,10 +39,10 @@ def gated(
 ):  # fmt: skip
     """Write y for `length` numbers."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < length
-    activation, _ = load_gate(gate, i, there, SILU)
-    values = tl.load(x + i, mask=there, other=0).to(tl.float32)
-    tl.store(y + i, values * activation, mask=there)
+    mask = i < length
+    activation, _ = load_gate(gate, i, mask, SILU)
+    values = tl.load(x + i, mask=mask, other=0).to(tl.float32)
+    tl.store(y + i, values * activation, mask=mask)
 
 
 @kernel(blocks_of, {"SILU": False}, {"SILU": True})
@@ -54,9 +54,9 @@ def gated_backward(
 ):  # fmt: skip
     """Write dx and dgate for `length` numbers."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < length
-    activation, slope = load_gate(gate, i, there, SILU)
-    values = tl.load(x + i, mask=there, other=0).to(tl.float32)
-    gradient = tl.load(dy + i, mask=there, other=0).to(tl.float32)
-    tl.store(dx + i, gradient * activation, mask=there)
-    tl.store(dgate + i, gradient * values * slope, mask=there)
+    mask = i < length
+    activation, slope = load_gate(gate, i, mask, SILU)
+    values = tl.load(x + i, mask=mask, other=0).to(tl.float32)
+    gradient = tl.load(dy + i, mask=mask, other=0).to(tl.float32)
+    tl.store(dx + i, gradient * activation, mask=mask)
+    tl.store(dgate + i, gradient * values * slope, mask=mask)

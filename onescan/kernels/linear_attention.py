@@ -68,8 +68,8 @@ def sums(
         acc += product(tl.trans(keys), values, OPERAND, PRECISION)
     c = first + tl.arange(0, BLOCK_K)
     e = start + tl.arange(0, BLOCK_V)
-    place = line * (K * V) + c[:, None] * V + e[None, :]
-    tl.store(kv + place, acc, mask=(c < K)[:, None] & (e < V)[None, :])
+    offsets = line * (K * V) + c[:, None] * V + e[None, :]
+    tl.store(kv + offsets, acc, mask=(c < K)[:, None] & (e < V)[None, :])
     tl.store(k_sum + line * K + c, total, mask=(c < K) & (start == 0))
 
 
@@ -112,8 +112,8 @@ def read(
             BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
         )  # fmt: skip
         e = start + tl.arange(0, BLOCK_V)
-        there = (t < tokens)[:, None] & (e < V)[None, :]
-        tl.store(o + rows * V + e[None, :], acc * factor[:, None], mask=there)
+        mask = (t < tokens)[:, None] & (e < V)[None, :]
+        tl.store(o + rows * V + e[None, :], acc * factor[:, None], mask=mask)
 
 
 @kernel(gradient_blocks, {"NORMALIZER": 1}, {"KEYS": True})
@@ -156,5 +156,5 @@ def gradients(
             BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
         )  # fmt: skip
         c = first + tl.arange(0, BLOCK_K)
-        there = (t < tokens)[:, None] & (c < K)[None, :]
-        tl.store(dq + rows * K + c[None, :], tl.where(valid[:, None], acc, 0.0), mask=there)
+        mask = (t < tokens)[:, None] & (c < K)[None, :]
+        tl.store(dq + rows * K + c[None, :], tl.where(valid[:, None], acc, 0.0), mask=mask)

@@ -56,8 +56,8 @@ def cosine_and_sine(angle):
 @jit
 def positions_of(t, prefix, origin, size, stride):
     """Return the positions of tokens along an axis, which are 0 before the grid."""
-    place = origin + (t - prefix) // stride % size
-    return tl.where(t < prefix, 0, place).to(tl.float64)
+    position = origin + (t - prefix) // stride % size
+    return tl.where(t < prefix, 0, position).to(tl.float64)
 
 
 @kernel(blocks_of)
@@ -72,12 +72,12 @@ def grid_angles(
     The axis has `size` positions from `origin` on. Neighbors along it are `stride` tokens apart.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < tokens.to(tl.int64) * (H * features)
+    mask = i < tokens.to(tl.int64) * (H * features)
     row, c = i // features, feature + i % features
-    frequency = tl.load(frequencies + row % H * K + c, mask=there, other=0).to(tl.float64)
+    frequency = tl.load(frequencies + row % H * K + c, mask=mask, other=0).to(tl.float64)
     angle = positions_of(row // H, prefix, origin, size, stride) * frequency
     angle -= tl.floor(angle / PERIOD + 0.5) * PERIOD
-    tl.store(angles + row * K + c, angle, mask=there)
+    tl.store(angles + row * K + c, angle, mask=mask)
 
 
 @kernel(blocks_of)
@@ -89,14 +89,14 @@ def grid_angles_back(
 ):  # fmt: skip
     """Write the gradients of theta from each part of `split` tokens, [parts, H, K]."""
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = i < H * features
-    place = i // features * K + feature + i % features
+    mask = i < H * features
+    offsets = i // features * K + feature + i % features
     part = tl.program_id(0).to(tl.int64)
     acc = tl.zeros([BLOCK], tl.float64)
     for t in range(part * split, tl.minimum((part + 1) * split, tokens)):
-        gradient = tl.load(dangles + t * (H * K) + place, mask=there, other=0).to(tl.float64)
+        gradient = tl.load(dangles + t * (H * K) + offsets, mask=mask, other=0).to(tl.float64)
         acc += positions_of(t, prefix, origin, size, stride) * gradient
-    tl.store(theta_sums + part * (H * K) + place, acc, mask=there)
+    tl.store(theta_sums + part * (H * K) + offsets, acc, mask=mask)
 
 
 @kernel(blocks_of)
@@ -108,11 +108,11 @@ def tabulate(
 ):  # fmt: skip
     """Write a table [T, H, 2, K] of cosines and sines; length is T H K."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < length
-    cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
-    place = rotary + i // K * (2 * K) + i % K
-    tl.store(place, cos, mask=there)
-    tl.store(place + K, sin, mask=there)
+    mask = i < length
+    cos, sin = cosine_and_sine(tl.load(angles + i, mask=mask, other=0))
+    pointers = rotary + i // K * (2 * K) + i % K
+    tl.store(pointers, cos, mask=mask)
+    tl.store(pointers + K, sin, mask=mask)
 
 
 @kernel(blocks_of)
@@ -125,14 +125,14 @@ def rotate(
     """Write y [B, T, H, 2K] for the samples of one part; length is T H K."""
     program = tl.program_id(0).to(tl.int64)
     i = program // parts * BLOCK + tl.arange(0, BLOCK)
-    there = i < length
-    cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
-    place = i // K * (2 * K) + i % K
+    mask = i < length
+    cos, sin = cosine_and_sine(tl.load(angles + i, mask=mask, other=0))
+    offsets = i // K * (2 * K) + i % K
     for sample in range(program % parts, batch, parts):
-        values = tl.load(x + sample * length + i, mask=there, other=0).to(tl.float32)
-        to = y + sample * (2 * length) + place
-        tl.store(to, values * cos, mask=there)
-        tl.store(to + K, values * sin, mask=there)
+        values = tl.load(x + sample * length + i, mask=mask, other=0).to(tl.float32)
+        to = y + sample * (2 * length) + offsets
+        tl.store(to, values * cos, mask=mask)
+        tl.store(to + K, values * sin, mask=mask)
 
 
 @kernel(blocks_of, {"HAS_ANGLE_SUMS": False}, {"HAS_ANGLE_SUMS": True})
@@ -146,17 +146,17 @@ def rotate_back(
     program = tl.program_id(0).to(tl.int64)
     part = program % parts
     i = program // parts * BLOCK + tl.arange(0, BLOCK)
-    there = i < length
-    cos, sin = cosine_and_sine(tl.load(angles + i, mask=there, other=0))
-    place = i // K * (2 * K) + i % K
+    mask = i < length
+    cos, sin = cosine_and_sine(tl.load(angles + i, mask=mask, other=0))
+    offsets = i // K * (2 * K) + i % K
     angle_sum = tl.zeros([BLOCK], tl.float32)
     for sample in range(part, batch, parts):
-        gradient = dy + sample * (2 * length) + place
-        of_cos = tl.load(gradient, mask=there, other=0).to(tl.float32)
-        of_sin = tl.load(gradient + K, mask=there, other=0).to(tl.float32)
-        tl.store(dx + sample * length + i, of_cos * cos + of_sin * sin, mask=there)
+        gradient = dy + sample * (2 * length) + offsets
+        of_cos = tl.load(gradient, mask=mask, other=0).to(tl.float32)
+        of_sin = tl.load(gradient + K, mask=mask, other=0).to(tl.float32)
+        tl.store(dx + sample * length + i, of_cos * cos + of_sin * sin, mask=mask)
         if HAS_ANGLE_SUMS:
-            values = tl.load(x + sample * length + i, mask=there, other=0).to(tl.float32)
+            values = tl.load(x + sample * length + i, mask=mask, other=0).to(tl.float32)
             angle_sum += values * (of_sin * cos - of_cos * sin)
     if HAS_ANGLE_SUMS:
-        tl.store(angle_sums + part * length + i, angle_sum, mask=there)
+        tl.store(angle_sums + part * length + i, angle_sum, mask=mask)

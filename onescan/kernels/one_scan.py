@@ -118,7 +118,7 @@ def summarize(
     c = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tl.arange(0, BLOCK_V)
     r = tl.arange(0, BLOCK_T)[:, None]
-    here, there = (c < K)[None, :], (e < V)[None, :]
+    key_mask, value_mask = (c < K)[None, :], (e < V)[None, :]
     m = tl.full([BLOCK_K], float("-inf"), tl.float32)
     n = tl.zeros([BLOCK_K], tl.float32)
     cos_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # kv for cosines; the only one without LRPE
@@ -127,10 +127,12 @@ def summarize(
         t = start + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop)
         row = (sample * tokens + start) * H + head
-        place = k + row * K + r * (H * K) + c[None, :]
-        logits = tl.load(place, mask=valid[:, None] & here, other=float("-inf")).to(tl.float32)
-        place = v + row * V + r * (H * V) + e[None, :]
-        values = tl.load(place, mask=valid[:, None] & there, other=0)
+        pointers = k + row * K + r * (H * K) + c[None, :]
+        logits = tl.load(pointers, mask=valid[:, None] & key_mask, other=float("-inf")).to(
+            tl.float32
+        )
+        pointers = v + row * V + r * (H * V) + e[None, :]
+        values = tl.load(pointers, mask=valid[:, None] & value_mask, other=0)
         higher = tl.maximum(m, tl.max(logits, 0))
         reference = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp(m - reference)
@@ -168,24 +170,24 @@ def merge(
     c = f % K
     e = tl.arange(0, BLOCK_V)
     inside = (f < F)[:, None] & (e < V)[None, :]
-    place = row * (F * V) + f[:, None] * V + e[None, :]
+    offsets = row * (F * V) + f[:, None] * V + e[None, :]
     m = tl.full([BLOCK_F], float("-inf"), tl.float64)
     n = tl.zeros([BLOCK_F], tl.float32)
     acc = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     if HAS_KV_IN:
         m = tl.load(z_in + row * K + c)
         n += tl.where(m > LOG_ZERO, 1.0, 0.0)
-        acc = tl.load(kv_in + place, mask=inside, other=0) * n[:, None]
+        acc = tl.load(kv_in + offsets, mask=inside, other=0) * n[:, None]
     group, head = row // H, row % H
     first, last = group * parts, (group + 1) * parts
     if HAS_FIRSTS:
         first = tl.load(firsts + group).to(tl.int64)
         last = tl.load(firsts + group + 1).to(tl.int64)
     for part in range(first, last):
-        there = part * H + head
-        own_m = tl.load(peak + there * K + c).to(tl.float64)
-        own_n = tl.load(mass + there * K + c)
-        own = tl.load(sums + there * (F * V) + f[:, None] * V + e[None, :], mask=inside, other=0)
+        part_row = part * H + head
+        own_m = tl.load(peak + part_row * K + c).to(tl.float64)
+        own_n = tl.load(mass + part_row * K + c)
+        own = tl.load(sums + part_row * (F * V) + f[:, None] * V + e[None, :], mask=inside, other=0)
         higher = tl.maximum(m, own_m)
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         before, now = tl.exp((m - finite).to(tl.float32)), tl.exp((own_m - finite).to(tl.float32))
@@ -197,7 +199,7 @@ def merge(
     rounded = finite.to(tl.float32)
     rest = tl.exp((finite - rounded.to(tl.float64)).to(tl.float32))
     n = tl.where(weighs, n * rest, 1.0)
-    tl.store(kv + place, acc * (rest / n)[:, None], mask=inside)
+    tl.store(kv + offsets, acc * (rest / n)[:, None], mask=inside)
     once = f < K
     tl.store(reference + row * K + c, rounded, mask=once)
     tl.store(total + row * K + c, n, mask=once)
@@ -234,16 +236,18 @@ def read_out(
             c = first + tl.arange(0, BLOCK_K)
             if not HOLDS:
                 cos_half, sin_half = load_halves(kv_rounded, c, e, K, V, LRPE)
-            place = q + row * K + r * (H * K) + c[None, :]
-            queries = tl.load(place, mask=valid[:, None] & (c < K)[None, :], other=0).to(tl.float32)
+            pointers = q + row * K + r * (H * K) + c[None, :]
+            queries = tl.load(pointers, mask=valid[:, None] & (c < K)[None, :], other=0).to(
+                tl.float32
+            )
             if LRPE:
                 cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
                 acc += product(queries * sin, sin_half, OPERAND, PRECISION)
                 queries *= cos
             acc += product(queries, cos_half, OPERAND, PRECISION)
         # queries of masked tokens are loaded as 0, so their outputs are 0
-        place = o + row * V + r * (H * V) + e[None, :]
-        tl.store(place, acc, mask=(t < stop)[:, None] & (e < V)[None, :])
+        pointers = o + row * V + r * (H * V) + e[None, :]
+        tl.store(pointers, acc, mask=(t < stop)[:, None] & (e < V)[None, :])
 
 
 @kernel(sum_blocks)
@@ -277,9 +281,9 @@ def spread(
         t = start + tl.arange(0, BLOCK_T)
         valid = valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop)
         row = (sample * tokens + start) * H + head
-        at = row * K + r * (H * K) + c[None, :]
-        here = valid[:, None] & (c < K)[None, :]
-        queries = tl.load(q + at, mask=here, other=0).to(tl.float32)
+        offsets = row * K + r * (H * K) + c[None, :]
+        key_mask = valid[:, None] & (c < K)[None, :]
+        queries = tl.load(q + offsets, mask=key_mask, other=0).to(tl.float32)
         at_v = row * V + r * (H * V) + e[None, :]
         gradient_o = tl.load(do + at_v, mask=valid[:, None] & (e < V)[None, :], other=0)
         if HOLDS:
@@ -302,12 +306,12 @@ def spread(
             if HAS_DANGLES:
                 da = queries * (of_sin * cos - gradient * sin)
                 written = (t < stop)[:, None] & (c < K)[None, :]
-                tl.store(dangles + at, da, mask=written)
+                tl.store(dangles + offsets, da, mask=written)
             gradient = gradient * cos + of_sin * sin
             queries *= cos
         cos_half += product(tl.trans(queries), gradient_o, OPERAND, PRECISION)
         written = (t < stop)[:, None] & (c < K)[None, :]
-        tl.store(dq + at, gradient, mask=written)
+        tl.store(dq + offsets, gradient, mask=written)
     sums += ((sample * parts + part) * H + head) * width
     store_halves(sums, c, e, cos_half, sin_half, K, V, LRPE)
 
@@ -381,15 +385,15 @@ def collect_tile(
     valid = valid_tokens(keep + sample * tokens, 0, t, stop, HAS_KEEP)[:, None]
     r = tl.arange(0, BLOCK_T)[:, None]
     row = (sample * tokens + start) * H + head
-    there = (e < V)[None, :]
+    value_mask = (e < V)[None, :]
     at_v = row * V + r * (H * V) + e[None, :]
     if HOLDS:
         cos_half, sin_half = held
-        values = tl.load(v + at_v, mask=valid & there, other=0)
+        values = tl.load(v + at_v, mask=valid & value_mask, other=0)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        at = row * K + r * (H * K) + c[None, :]
+        offsets = row * K + r * (H * K) + c[None, :]
         if HOLDS:
             of_cos = product(values, tl.trans(cos_half), OPERAND, PRECISION)
         else:
@@ -409,7 +413,7 @@ def collect_tile(
                 OPERAND,
                 PRECISION,
             )
-        w = weights_of(k + at, valid, reference, total, c, K)
+        w = weights_of(k + offsets, valid, reference, total, c, K)
         written = (t < stop)[:, None] & (c < K)[None, :]
         if LRPE:
             if HOLDS:
@@ -421,11 +425,11 @@ def collect_tile(
                 )  # fmt: skip
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
             if HAS_DANGLES:
-                da = tl.load(dangles + at, mask=written, other=0).to(tl.float32)
-                tl.store(dangles + at, da + w * (of_sin * cos - of_cos * sin), mask=written)
+                da = tl.load(dangles + offsets, mask=written, other=0).to(tl.float32)
+                tl.store(dangles + offsets, da + w * (of_sin * cos - of_cos * sin), mask=written)
             of_cos = of_cos * cos + of_sin * sin
         away = tl.load(offset + c, mask=c < K, other=0)
-        tl.store(dk + at, w * (of_cos - away[None, :]), mask=written)
+        tl.store(dk + offsets, w * (of_cos - away[None, :]), mask=written)
         if HOLDS:
             if LRPE:
                 acc += product(w * sin, sin_half, OPERAND, PRECISION)
@@ -435,21 +439,21 @@ def collect_tile(
         for first in range(0, K, BLOCK_K):
             c = first + tl.arange(0, BLOCK_K)
             cos_half, sin_half = load_halves(dkv_rounded, c, e, K, V, LRPE)
-            at = row * K + r * (H * K) + c[None, :]
-            w = weights_of(k + at, valid, reference, total, c, K)
+            offsets = row * K + r * (H * K) + c[None, :]
+            w = weights_of(k + offsets, valid, reference, total, c, K)
             if LRPE:
                 cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
                 acc += product(w * sin, sin_half, OPERAND, PRECISION)
                 w *= cos
             acc += product(w, cos_half, OPERAND, PRECISION)
     acc = tl.where(valid, acc, 0.0)
-    tl.store(dv + at_v, acc, mask=(t < stop)[:, None] & there)
+    tl.store(dv + at_v, acc, mask=(t < stop)[:, None] & value_mask)
 
 
 @jit
-def weights_of(place, valid, reference, total, c, K: tl.constexpr):
+def weights_of(pointers, valid, reference, total, c, K: tl.constexpr):
     """Compute exp(k) / n of a tile; `reference` and `total` represent the n of one head."""
-    logits = tl.load(place, mask=valid & (c < K)[None, :], other=float("-inf")).to(tl.float32)
+    logits = tl.load(pointers, mask=valid & (c < K)[None, :], other=float("-inf")).to(tl.float32)
     m = tl.load(reference + c, mask=c < K, other=0)
     n = tl.load(total + c, mask=c < K, other=1)
     return tl.exp(logits - m[None, :]) * (1 / n)[None, :]

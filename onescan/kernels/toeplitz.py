@@ -58,9 +58,9 @@ def carry_blocks(case: Case) -> Blocks:
 
 
 @jit
-def decays_of(log_decay, place, there, REFRESH: tl.constexpr):
+def decays_of(log_decay, offsets, mask, REFRESH: tl.constexpr):
     """Return lambda, and `REFRESH` times its relative rounding error."""
-    exact = tl.exp(tl.load(log_decay + place, mask=there, other=float("-inf")).to(tl.float64))
+    exact = tl.exp(tl.load(log_decay + offsets, mask=mask, other=float("-inf")).to(tl.float64))
     decay = exact.to(tl.float32)
     rest = (exact - decay.to(tl.float64)).to(tl.float32) / tl.maximum(decay, 1e-30)
     return decay, rest * REFRESH
@@ -69,15 +69,15 @@ def decays_of(log_decay, place, there, REFRESH: tl.constexpr):
 @jit
 def tile_of(c, e, D: tl.constexpr, E: tl.constexpr):
     """Return a mask of channels, and the offsets and mask [E, D] of a tile of a table [D, E]."""
-    there = (e < E)[:, None] & (c < D)[None, :]
-    return c < D, c[None, :] * E + e[:, None], there
+    mask = (e < E)[:, None] & (c < D)[None, :]
+    return c < D, c[None, :] * E + e[:, None], mask
 
 
 @jit
 def row_of(line, step, length, stride, BACKWARD: tl.constexpr):
     """Return the index into [B T] of a step along a line."""
-    place = length - 1 - step if BACKWARD else step
-    return line // stride * (length * stride) + line % stride + place * stride
+    position = length - 1 - step if BACKWARD else step
+    return line // stride * (length * stride) + line % stride + position * stride
 
 
 @jit
@@ -108,10 +108,10 @@ def leave(
     across: tl.constexpr = blocks * ((E + BLOCK_E - 1) // BLOCK_E)
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = program % across // blocks * BLOCK_E + tl.arange(0, BLOCK_E)
-    here, place, there = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, place, there, REFRESH)
+    channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
+    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
     if WEIGHED:
-        w = tl.load(weight + place, mask=there, other=0)
+        w = tl.load(weight + table_offsets, mask=table_mask, other=0)
     ahead = (-stride if BACKWARD else stride) * D
     for strip in range(program // across, lines * (parts - 1), groups):
         line = strip % lines
@@ -120,11 +120,11 @@ def leave(
         )
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         k = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-        at = row_of(line, first, length, stride, BACKWARD) * D + c
-        x_now = tl.load(x + at, mask=here & (first < stop), other=0)
+        row_offsets = row_of(line, first, length, stride, BACKWARD) * D + c
+        x_now = tl.load(x + row_offsets, mask=channel_mask & (first < stop), other=0)
         for step in range(first, stop):
-            at += ahead
-            x_next = tl.load(x + at, mask=here & (step + 1 < stop), other=0)
+            row_offsets += ahead
+            x_next = tl.load(x + row_offsets, mask=channel_mask & (step + 1 < stop), other=0)
             if DERIVATIVE:
                 k = decay * (k + h)
             values = x_now.to(tl.float32)[None, :]
@@ -136,10 +136,10 @@ def leave(
                 if DERIVATIVE:
                     k += rest * k
             x_now = x_next
-        to = left + strip * (D * E) + place
-        tl.store(to, h, mask=there)
+        to = left + strip * (D * E) + table_offsets
+        tl.store(to, h, mask=table_mask)
         if DERIVATIVE:
-            tl.store(to + lines.to(tl.int64) * parts * (D * E), k, mask=there)
+            tl.store(to + lines.to(tl.int64) * parts * (D * E), k, mask=table_mask)
 
 
 @kernel(carry_blocks, {"DERIVATIVE": True}, {"WEIGHED": True})
@@ -159,33 +159,33 @@ def carry(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = D * E
     size = lines.to(tl.int64) * width
-    there = i < size
-    log = tl.load(log_decay + i % width, mask=there, other=0)
+    mask = i < size
+    log = tl.load(log_decay + i % width, mask=mask, other=0)
     through = tl.exp(split * log)
     h = tl.zeros([BLOCK], tl.float32)
     k = tl.zeros([BLOCK], tl.float32)
     if HAS_H_IN:
-        h = tl.load(h_in + i, mask=there, other=0)
+        h = tl.load(h_in + i, mask=mask, other=0)
     for part in range(parts):
         if HAS_SPANS:
             later = parts - part if BACKWARD else part  # of this part and the previous one
-            place = spans + (i // width * parts + later) * 4 + 2
-            continues = tl.load(place, mask=there & (later < parts), other=0) != 0
+            span_pointer = spans + (i // width * parts + later) * 4 + 2
+            continues = tl.load(span_pointer, mask=mask & (later < parts), other=0) != 0
             h = tl.where(continues, h, 0.0)
             k = tl.where(continues, k, 0.0)
-        at = left + part * size + i
-        inner = there & (part < parts - 1)
-        own = tl.load(at, mask=inner, other=0)
-        tl.store(at, h, mask=there)
+        pointers = left + part * size + i
+        inner = mask & (part < parts - 1)
+        part_sum = tl.load(pointers, mask=inner, other=0)
+        tl.store(pointers, h, mask=mask)
         if DERIVATIVE:
-            at += parts * size
-            own_k = tl.load(at, mask=inner, other=0)
-            tl.store(at, k, mask=there)
+            pointers += parts * size
+            own_k = tl.load(pointers, mask=inner, other=0)
+            tl.store(pointers, k, mask=mask)
             k = through * (k + split * h) + own_k
-        kept = through
+        factor = through
         if HAS_H_IN and WEIGHED:
-            kept = tl.where(part == 0, tl.exp((split - 1) * log), through)
-        h = kept * h + own
+            factor = tl.where(part == 0, tl.exp((split - 1) * log), through)
+        h = factor * h + part_sum
 
 
 @kernel(scan_blocks, {}, {"WEIGHED": True})
@@ -207,9 +207,9 @@ def outputs(
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = FIRST_E + tl.arange(0, BLOCK_E)
-    here, place, there = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, place, there, REFRESH)
-    w = tl.load(weight + place, mask=there, other=0)
+    channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
+    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
+    w = tl.load(weight + table_offsets, mask=table_mask, other=0)
     ahead = (-stride if BACKWARD else stride) * D
     for strip in range(program // blocks, lines * parts, groups):
         line = strip % lines
@@ -218,33 +218,35 @@ def outputs(
         )
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         if HAS_ENTERING:
-            h = tl.load(entering + strip * (D * E) + place, mask=there, other=0)
-        at = row_of(line, first, length, stride, BACKWARD) * D + c
-        x_now = tl.load(x + at, mask=here & (first < stop), other=0)
+            h = tl.load(entering + strip * (D * E) + table_offsets, mask=table_mask, other=0)
+        row_offsets = row_of(line, first, length, stride, BACKWARD) * D + c
+        x_now = tl.load(x + row_offsets, mask=channel_mask & (first < stop), other=0)
         for step in range(first, stop):
-            x_next = tl.load(x + at + ahead, mask=here & (step + 1 < stop), other=0)
+            x_next = tl.load(
+                x + row_offsets + ahead, mask=channel_mask & (step + 1 < stop), other=0
+            )
             values = x_now.to(tl.float32)[None, :]
             if WEIGHED:
-                kept = decay * h
+                decayed = decay * h
                 if HAS_ENTERING:
                     if step == 0:
-                        kept = h
-                h = kept + w * values
+                        decayed = h
+                h = decayed + w * values
                 out = tl.sum(h, 0)
             else:
-                kept = decay * h
-                h = kept + values
-                out = tl.sum(w * (h if LAG == 0 else kept), 0)
+                decayed = decay * h
+                h = decayed + values
+                out = tl.sum(w * (h if LAG == 0 else decayed), 0)
             if (step + 1 - first) % REFRESH == 0:
                 h += rest * h
             if HAS_PARTIAL:
-                out += tl.load(partial + at, mask=here, other=0)
-            tl.store(y + at, out, mask=here)
-            at += ahead
+                out += tl.load(partial + row_offsets, mask=channel_mask, other=0)
+            tl.store(y + row_offsets, out, mask=channel_mask)
+            row_offsets += ahead
             x_now = x_next
         if HAS_LAST:
             if stop == length:
-                tl.store(last + line * (D * E) + place, h, mask=there)
+                tl.store(last + line * (D * E) + table_offsets, h, mask=table_mask)
 
 
 @kernel(gradient_blocks, {"DERIVATIVE": True, "HAS_DLAST": True}, {"DERIVATIVE": True})
@@ -268,8 +270,8 @@ def coefficients(
     across: tl.constexpr = blocks * ((E + BLOCK_E - 1) // BLOCK_E)
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = program % across // blocks * BLOCK_E + tl.arange(0, BLOCK_E)
-    here, place, there = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, place, there, REFRESH)
+    channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
+    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
     ahead = (-stride if BACKWARD else stride) * D
     of_weight = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     of_age = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # to be multiplied by the weight
@@ -283,23 +285,26 @@ def coefficients(
         h = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         k = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
         if HAS_ENTERING:
-            h = tl.load(entering + strip * (D * E) + place, mask=there, other=0)
+            h = tl.load(entering + strip * (D * E) + table_offsets, mask=table_mask, other=0)
         if DERIVATIVE:
             derivative = entering + lines.to(tl.int64) * parts * (D * E)
-            k = tl.load(derivative + strip * (D * E) + place, mask=there, other=0)
-        at = row_of(line, first, length, stride, BACKWARD) * D + c
-        some = here & (first < stop)
-        x_now, dy_now = tl.load(x + at, mask=some, other=0), tl.load(dy + at, mask=some, other=0)
+            k = tl.load(derivative + strip * (D * E) + table_offsets, mask=table_mask, other=0)
+        row_offsets = row_of(line, first, length, stride, BACKWARD) * D + c
+        mask = channel_mask & (first < stop)
+        x_now, dy_now = (
+            tl.load(x + row_offsets, mask=mask, other=0),
+            tl.load(dy + row_offsets, mask=mask, other=0),
+        )
         for step in range(first, stop):
-            at += ahead
-            further = here & (step + 1 < stop)
-            x_next = tl.load(x + at, mask=further, other=0)
-            dy_next = tl.load(dy + at, mask=further, other=0)
+            row_offsets += ahead
+            further = channel_mask & (step + 1 < stop)
+            x_next = tl.load(x + row_offsets, mask=further, other=0)
+            dy_next = tl.load(dy + row_offsets, mask=further, other=0)
             gradient = dy_now.to(tl.float32)[None, :]
             k = decay * (k + h)
-            kept = decay * h
-            h = kept + x_now.to(tl.float32)[None, :]
-            of_weight += gradient * (h if LAG == 0 else kept)
+            decayed = decay * h
+            h = decayed + x_now.to(tl.float32)[None, :]
+            of_weight += gradient * (h if LAG == 0 else decayed)
             of_age += gradient * k
             if (step + 1 - first) % REFRESH == 0:
                 h += rest * h
@@ -307,8 +312,10 @@ def coefficients(
             x_now, dy_now = x_next, dy_next
         if HAS_DLAST:
             if stop == length:
-                of_state += k * tl.load(dlast + line * (D * E) + place, mask=there, other=0)
-    to = group * (D * E) + place
-    tl.store(dweight + to, of_weight, mask=there)
-    w = tl.load(weight + place, mask=there, other=0)
-    tl.store(dlog_decay + to, w * of_age + of_state, mask=there)
+                of_state += k * tl.load(
+                    dlast + line * (D * E) + table_offsets, mask=table_mask, other=0
+                )
+    to = group * (D * E) + table_offsets
+    tl.store(dweight + to, of_weight, mask=table_mask)
+    w = tl.load(weight + table_offsets, mask=table_mask, other=0)
+    tl.store(dlog_decay + to, w * of_age + of_state, mask=table_mask)

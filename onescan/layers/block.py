@@ -202,8 +202,8 @@ class DropPath(nn.Module):
         if not self.training:
             return x if self.scale_up else x * (1 - self.rate)
         draws = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device)
-        kept = from_first_rank(draws >= self.rate)
-        return x * (kept / (1 - self.rate if self.scale_up else 1)).to(x.dtype)
+        is_kept = from_first_rank(draws >= self.rate)
+        return x * (is_kept / (1 - self.rate if self.scale_up else 1)).to(x.dtype)
 
 
 class TimestepEmbedding(nn.Module):

@@ -124,11 +124,11 @@ class ShortConvolution(nn.Conv1d):
         """Convolve this rank's tokens, after receiving the neighboring tokens of other ranks."""
         before = self.kernel_size[0] - 1
         count = max(before if self.causal else before // 2, 1)  # at least one token to convolve
-        sides = [(x, keep)]
+        shards = [(x, keep)]
         if not self.causal:
-            sides.append((x.flip(1), None if keep is None else keep.flip(1)))
-        (past, window), *future = carry_tokens(ranks, sides, count, before=state)
-        tokens = torch.cat([past, x, *(side.flip(1) for side, _ in future)], dim=1)
+            shards.append((x.flip(1), None if keep is None else keep.flip(1)))
+        (past, window), *future = carry_tokens(ranks, shards, count, before=state)
+        tokens = torch.cat([past, x, *(after.flip(1) for after, _ in future)], dim=1)
         if keep is not None:
             keep = F.pad(keep, (count, count * len(future)), value=True)
         y, _ = self._convolve(tokens, keep, None)

@@ -338,10 +338,10 @@ class XLSTMDecay(Decay):
         self.forget_bias = nn.Parameter(torch.linspace(3, 6, num_heads))
 
     def forward(self, x: Hidden) -> DecayOutput:
-        forget, enter = to_accumulation_dtype(self.forget_proj(x), self.input_proj(x))
-        enter = XLSTM_INPUT_CAP * torch.tanh(enter / XLSTM_INPUT_CAP)
+        forget, input_gate = to_accumulation_dtype(self.forget_proj(x), self.input_proj(x))
+        input_gate = XLSTM_INPUT_CAP * torch.tanh(input_gate / XLSTM_INPUT_CAP)
         log_decay = F.logsigmoid(forget + self.forget_bias.to(forget.dtype))
-        return DecayOutput(log_decay, enter.exp().unsqueeze(-1))
+        return DecayOutput(log_decay, input_gate.exp().unsqueeze(-1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,10 +546,10 @@ def bounded_decay(z: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
         lower_bound: l, from 0 to below 1; broadcasts with z.
     """
     lower_bound = lower_bound.to(z.dtype)
-    rest = (1 - lower_bound) * torch.sigmoid(-z)
+    complement = (1 - lower_bound) * torch.sigmoid(-z)
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(z)
     low = decay.clamp(min=torch.finfo(z.dtype).tiny).log()
-    return torch.where(rest < HALF, torch.log1p(-rest.clamp(max=HALF)), low), rest
+    return torch.where(complement < HALF, torch.log1p(-complement.clamp(max=HALF)), low), complement
 
 
 Activation = Literal["sigmoid", "softplus"]
@@ -620,8 +620,8 @@ class HippoDecay(Decay):
             is_sigmoid = self.config.activation == "sigmoid"
             scale = 2 * torch.sigmoid(z) if is_sigmoid else F.softplus(z) / math.log(2)
             log_decay = scale * log_decay
-        held = -torch.expm1(log_decay) / rate if self.config.zero_order_hold else None
-        return DecayOutput(log_decay, held)
+        key_factor = -torch.expm1(log_decay) / rate if self.config.zero_order_hold else None
+        return DecayOutput(log_decay, key_factor)
 
     @torch.no_grad()
     def init_weights(self, q: Weight, k: Weight | None, v: Weight) -> None:

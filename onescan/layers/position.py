@@ -147,11 +147,11 @@ class ToeplitzPosition(nn.Module):
         weight = -torch.expm1(-rate) / (hidden_states * axes)
         directions = (2,) if bidirectional else ()
         size = (axes, *directions, width, hidden_states)
-        between = (1,) * (len(size) - 2)
-        own = weight.sum(0)  # of a token on itself, the same if joint
-        rate, weight = (x.reshape(axes, *between, -1).expand(size) for x in (rate, weight))
+        ones = (1,) * (len(size) - 2)
+        self_weight = weight.sum(0)  # of a token on itself, the same if joint
+        rate, weight = (x.reshape(axes, *ones, -1).expand(size) for x in (rate, weight))
         if self.joint:
-            weight = own.expand(*directions * axes, width, hidden_states)
+            weight = self_weight.expand(*directions * axes, width, hidden_states)
         self.log_rate = nn.Parameter(rate.log())
         self.weight = nn.Parameter(weight * (1 + 0.1 * torch.randn(weight.shape)))
 
@@ -197,8 +197,8 @@ class ToeplitzPosition(nn.Module):
         weight: Tensor = self.weight
         if self.joint and self.bidirectional:
             axes = len(self.log_rate)
-            along = [weight.movedim(axis, 0).flatten(1, axes - 1)[:, 0] for axis in range(axes)]
-            weight = torch.stack(along)  # axes 2 D E
+            per_axis = [weight.movedim(axis, 0).flatten(1, axes - 1)[:, 0] for axis in range(axes)]
+            weight = torch.stack(per_axis)  # axes 2 D E
         return torch.einsum("...e,...el->...l", weight.expand_as(self.log_rate), powers)
 
 
@@ -218,16 +218,16 @@ class AbsolutePosition(nn.Module):
         self, x: Hidden, grid: Grid, state: None = None, keep: Keep | None = None
     ) -> tuple[Hidden, None]:
         if (group := sequence_group(None)) is not None:
-            return x + self._own_rows(group, x, grid), None
+            return x + self._rank_rows(group, x, grid), None
         table = self.table if grid == self.grid else self._resized(grid)
         return x + table, None
 
-    def _own_rows(self, group: SequenceGroup, x: Hidden, grid: Grid) -> Tensor:
+    def _rank_rows(self, group: SequenceGroup, x: Hidden, grid: Grid) -> Tensor:
         """Return the rows of this rank's tokens in the table of the whole grid."""
         lengths = group.lengths(x)
         rows = (sum(lengths) - self.grid.prefix) // math.prod(grid.shape[1:])
-        whole = Grid((rows, *grid.shape[1:]), self.grid.prefix)
-        table = self.table if whole == self.grid else self._resized(whole)
+        full_grid = Grid((rows, *grid.shape[1:]), self.grid.prefix)
+        table = self.table if full_grid == self.grid else self._resized(full_grid)
         return table.split(lengths)[group.rank]
 
     def _resized(self, grid: Grid) -> Tensor:
@@ -269,12 +269,12 @@ class SinusoidalPosition(nn.Module):
         positions = [torch.arange(n, device=x.device) for n in grid.shape]
         if (group := sequence_group(None)) is not None:
             positions[0] = positions[0] + group.first_position(grid.shape, x.device)
-        along = [sinusoidal_positions(places, width) for places in positions]
+        waves_per_axis = [sinusoidal_positions(coordinates, width) for coordinates in positions]
         per_axis = [
             waves.reshape(*(n if i == j else 1 for j, n in enumerate(grid.shape)), width).expand(
                 *grid.shape, width
             )
-            for i, waves in enumerate(along)
+            for i, waves in enumerate(waves_per_axis)
         ]
         table = torch.cat(per_axis, dim=-1).flatten(0, -2).to(x.dtype)
         return x + F.pad(table, (0, 0, grid.prefix, 0)), None
@@ -312,10 +312,10 @@ class TokenPosition(nn.Module):
         count, after = _counts(real, cu_seqlens)
         if state is not None:
             count, after = count + state.unsqueeze(1), after + state
-        most = after if cu_seqlens is None else count
-        if can_look_at_values(most) and most.numel() and most.max() > len(self.table):
+        needed = after if cu_seqlens is None else count
+        if can_look_at_values(needed) and needed.numel() and needed.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(most.max())} tokens, expected at most the model's "
+                f"a sequence has {int(needed.max())} tokens, expected at most the model's "
                 f"{len(self.table)}"
             )
         return x + self.table[(count - 1).clamp(min=0)], after

@@ -82,13 +82,13 @@ class PyramidDecoder(nn.Module):
             _upsampling(a, b, step)
             for (a, b), step in zip(pairwise(widths), self.steps, strict=True)
         )
-        reached = accumulate(self.steps, _product)  # size of a patch after each step
+        patch_sizes = accumulate(self.steps, _product)  # size of a patch after each step
         self.skips = nn.ModuleList(
             _upsampling(width, channels, factors)
-            for channels, factors in zip(widths[1:-1], reached, strict=False)
+            for channels, factors in zip(widths[1:-1], patch_sizes, strict=False)
         )
         self.stem = CONVOLUTIONS[axes](channels, widths[-1], KERNEL_SIZE, padding="same")
-        self.merge = nn.ModuleList(ConvolutionBlock(axes, 2 * each, each) for each in widths[1:])
+        self.merge = nn.ModuleList(ConvolutionBlock(axes, 2 * out, out) for out in widths[1:])
         self.head = CONVOLUTIONS[axes](widths[-1], out_channels, 1)
 
     @property

@@ -39,19 +39,19 @@ class SnakeScans:
 
         Inputs that are None in all scans remain None.
         """
-        some = [i for i, x in enumerate(scans[0]) if x is not None]
-        each = zip(scans, self.orders, strict=True)
-        moved = [self._permuted(order, [scan[i] for i in some]) for scan, (order, _) in each]
+        indices = [i for i, x in enumerate(scans[0]) if x is not None]
+        pairs = zip(scans, self.orders, strict=True)
+        permuted = [self._permuted(order, [scan[i] for i in indices]) for scan, (order, _) in pairs]
         visited: list[Any] = [None] * len(scans[0])
-        for i, *inputs in zip(some, *moved, strict=True):
+        for i, *inputs in zip(indices, *permuted, strict=True):
             visited[i] = torch.cat(inputs)
         return visited
 
     def mean(self, x: Tensor) -> Tensor:
         """Restore the order of the tokens, and average the scans, concatenated as in `visit`."""
         scans = x.unflatten(0, (len(self.orders), -1)).unbind()
-        each = zip(scans, self.orders, strict=True)
-        restored = [self._permuted(back, [y])[0] for y, (_, back) in each]
+        pairs = zip(scans, self.orders, strict=True)
+        restored = [self._permuted(inverse, [y])[0] for y, (_, inverse) in pairs]
         return torch.stack(restored).mean(dim=0)
 
     def _permuted(self, order: Any, tensors: Sequence[Any]) -> list[Tensor]:

@@ -319,21 +319,21 @@ class Documents:
         """The first token and the length of each document, from the longest to the shortest."""
         offsets = self.packing.cu_seqlens.cpu().long()
         lengths, order = offsets.diff().sort(descending=True, stable=True)
-        some = lengths > 0
-        return offsets[:-1][order[some]], lengths[some]
+        is_nonempty = lengths > 0
+        return offsets[:-1][order[is_nonempty]], lengths[is_nonempty]
 
     @cached_property
-    def _places(self) -> Tensor:
-        """The place of each token in the rows of all groups, padding included."""
+    def _slots(self) -> Tensor:
+        """The slot of each token in the rows of all groups, padding included."""
         starts, lengths = self._sorted
         longest = torch.cat(
             [lengths.new_full((len(g.positions),), g.positions.shape[1]) for g in self.groups]
         )
         rows = longest.cumsum(0) - longest
-        places = torch.repeat_interleave(rows - starts, lengths)
+        slots = torch.repeat_interleave(rows - starts, lengths)
         tokens = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
         tokens = tokens + torch.arange(len(tokens))
-        return self._to_device(torch.empty_like(tokens).scatter_(0, tokens, places + tokens))
+        return self._to_device(torch.empty_like(tokens).scatter_(0, tokens, slots + tokens))
 
     def _to_device(self, x: Tensor) -> Tensor:
         return x.to(self.packing.device, non_blocking=True)
@@ -348,14 +348,16 @@ class Documents:
             )
         mixed = []
         for positions, inside in self.groups:
-            kept = inside
+            group_keep = inside
             if keep is not None:
-                kept = keep.flatten()[positions]
-                kept = kept if inside is None else kept & inside
+                group_keep = keep.flatten()[positions]
+                group_keep = group_keep if inside is None else group_keep & inside
             rows = {name: tensor.flatten(0, 1)[positions] for name, tensor in others.items()}
-            y, _ = mix(x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=kept, **rows)
+            y, _ = mix(
+                x.flatten(0, 1)[positions], Grid((positions.shape[1],)), keep=group_keep, **rows
+            )
             mixed.append(y.flatten(0, 1))
-        return torch.cat(mixed).index_select(0, self._places).view(x.shape)
+        return torch.cat(mixed).index_select(0, self._slots).view(x.shape)
 
 
 # Tokens may be sharded across ranks. Pooling then returns the same result on every rank.

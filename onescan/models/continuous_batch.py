@@ -134,13 +134,15 @@ class ContinuousBatch:
         begin = torch.tensor(self._position - tokens.shape[1])
         empty = flatten_state(self._empty)
         state = {name: x if x.ndim else begin for name, x in empty.items()}
-        logits, own = self.model(tokens, unflatten_state(self._empty, state), last_only=True)
+        logits, new_state = self.model(tokens, unflatten_state(self._empty, state), last_only=True)
         if self.active:
-            logits, old = torch.cat([self._logits, logits]), flatten_state(self._state)
-            parts = flatten_state(own).items()
-            joined = {name: torch.cat([old[name], x]) if x.ndim else x for name, x in parts}
-            own = unflatten_state(own, joined)
-        self._logits, self._state = logits, own
+            logits, old_tensors = torch.cat([self._logits, logits]), flatten_state(self._state)
+            new_tensors = flatten_state(new_state).items()
+            joined = {
+                name: torch.cat([old_tensors[name], x]) if x.ndim else x for name, x in new_tensors
+            }
+            new_state = unflatten_state(new_state, joined)
+        self._logits, self._state = logits, new_state
         sequence = GeneratedSequence(
             sampling=sampling, generator=generator, remaining=max_new_tokens, tokens=[]
         )
@@ -149,7 +151,7 @@ class ContinuousBatch:
 
     def remove(self, sequence: GeneratedSequence) -> None:
         """Remove a sequence before its end; does nothing if it has left the batch."""
-        self._select([i for i, each in enumerate(self.active) if each is not sequence])
+        self._select([i for i, other in enumerate(self.active) if other is not sequence])
 
     @torch.no_grad()
     def step(self) -> list[GeneratedSequence]:

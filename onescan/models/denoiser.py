@@ -209,14 +209,14 @@ class Denoiser(Pretrained, nn.Module):
 
     def _check(self, noisy: Tensor, timesteps: Tensor, labels: Tensor | None) -> None:
         check_floating(noisy=noisy)
-        for name, given in (("timesteps", timesteps), ("labels", labels)):
-            if given is None:
+        for name, value in (("timesteps", timesteps), ("labels", labels)):
+            if value is None:
                 continue
-            if not isinstance(given, Tensor):
-                raise ValueError(f"{name} is {named_type(given)}, expected a tensor [B]")
-            if given.shape != noisy.shape[:1]:
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} is {named_type(value)}, expected a tensor [B]")
+            if value.shape != noisy.shape[:1]:
                 raise ValueError(
-                    f"{name} has shape {tuple(given.shape)}, expected ({len(noisy)},), one for "
+                    f"{name} has shape {tuple(value.shape)}, expected ({len(noisy)},), one for "
                     "each image"
                 )
         if labels is not None and self.label is None:
@@ -247,7 +247,8 @@ class NoiseConfig:
         check_choice("noise.betas", self.betas, get_args(Betas))
         if self.prediction == "flow" and self.betas != "linear":
             raise ValueError(
-                f"noise.betas is {self.betas!r}, but noise.prediction is 'flow', which has none"
+                f"noise.betas is {self.betas!r}, but noise.prediction is 'flow', which does not "
+                "use betas"
             )
 
 

@@ -162,18 +162,18 @@ class DensePredictor(Pretrained, nn.Module):
         grid = Grid(shape)
         if self.position is not None:
             x, _ = self.position(x, grid, keep=real)
-        chosen = self._blocks_read
-        x, _, earlier = apply_blocks(
-            self.blocks, self.lower_bounds, x, grid, keep=real, selected=sorted(set(chosen))
+        read_blocks = self._blocks_read
+        x, _, selected = apply_blocks(
+            self.blocks, self.lower_bounds, x, grid, keep=real, selected=sorted(set(read_blocks))
         )
-        x, sides = self.norm(x), tuple(images.shape[2:])
+        x, size = self.norm(x), tuple(images.shape[2:])
         if isinstance(self.decoder, Unpatchify):
-            return masked_grid(self.decoder(x, shape, sides), keep)
-        by_block = dict(zip(sorted(set(chosen)), earlier, strict=True))
-        features = [_as_grid(y, shape) for y in (x, *(by_block[i] for i in chosen))]
+            return masked_grid(self.decoder(x, shape, size), keep)
+        by_block = dict(zip(sorted(set(read_blocks)), selected, strict=True))
+        features = [_as_grid(y, shape) for y in (x, *(by_block[i] for i in read_blocks))]
         patches = None if real is None else real.unflatten(1, shape)
         y = self.decoder(features, images, patches)
-        return masked_grid(y[(..., *map(slice, sides))], keep)
+        return masked_grid(y[(..., *map(slice, size))], keep)
 
     @property
     def _blocks_read(self) -> list[int]:

@@ -213,9 +213,9 @@ class ImageClassifier(Pretrained, nn.Module):
                 middle) or, on a CPU, real pixels are not such a box.
         """
         check_floating(images=images)
-        images, kept = self._without_padding(images, keep)
-        x = self._through_blocks(images, kept).x
-        return self.forward_head(self.norm(x), kept)
+        images, token_keep = self._without_padding(images, keep)
+        x = self._through_blocks(images, token_keep).x
+        return self.forward_head(self.norm(x), token_keep)
 
     def forward_features(self, images: Grids, keep: GridKeep | None = None) -> Hidden:
         """Return the normalized tokens of the last block, [B, prefix + patches, width].
@@ -376,10 +376,10 @@ class ImageClassifier(Pretrained, nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}, expected 'NCHW' or 'NLC'")
-        chosen = chosen_blocks(indices, len(self.blocks))
-        stop = max(chosen) + 1 if stop_early else None
-        x, kept = self._without_padding(x, keep)
-        last, _, after = self._through_blocks(x, kept, chosen=chosen, stop=stop)
+        selected = chosen_blocks(indices, len(self.blocks))
+        stop = max(selected) + 1 if stop_early else None
+        x, token_keep = self._without_padding(x, keep)
+        last, _, after = self._through_blocks(x, token_keep, selected=selected, stop=stop)
         if norm:
             after = [self.norm(tokens) for tokens in after]
         prefixes = [tokens[:, : self.own_prefix] for tokens in after]
@@ -388,22 +388,22 @@ class ImageClassifier(Pretrained, nn.Module):
             shape = self.patchify.grid_shape(tuple(x.shape[1:]))
             patches = [tokens.mT.unflatten(-1, shape).contiguous() for tokens in patches]
         with_prefix = return_prefix_tokens and self.prefix > 0
-        found = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
-        return found if intermediates_only else (self.norm(last), found)
+        intermediates = list(zip(patches, prefixes, strict=True)) if with_prefix else patches
+        return intermediates if intermediates_only else (self.norm(last), intermediates)
 
     def _through_blocks(
         self,
         images: Grids,
-        kept: Keep | None = None,
+        keep: Keep | None = None,
         *,
-        chosen: Sequence[int] = (),
+        selected: Sequence[int] = (),
         stop: int | None = None,
     ) -> StackOutput:
-        """Return the tokens after the last block before `stop`, and after `chosen` blocks."""
+        """Return the tokens after the last block before `stop`, and after `selected` blocks."""
         with self.patchify.known_lengths(images, prefix=self.prefix):
-            x, grid = self.embed(images, kept)
+            x, grid = self.embed(images, keep)
             return apply_blocks(
-                self.blocks[:stop], self.lower_bounds, x, grid, keep=kept, selected=chosen
+                self.blocks[:stop], self.lower_bounds, x, grid, keep=keep, selected=selected
             )
 
     def embed(self, images: Grids, kept: Keep | None = None) -> tuple[Hidden, Grid]:
@@ -467,7 +467,7 @@ def chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
         return list(range(depth))
     if isinstance(indices, int):
         indices = range(-indices, 0)
-    chosen = [i + depth if i < 0 else i for i in indices]
-    if not chosen or not all(0 <= i < depth for i in chosen):
+    selected = [i + depth if i < 0 else i for i in indices]
+    if not selected or not all(0 <= i < depth for i in selected):
         raise ValueError(f"indices is {indices}, expected some of the {depth} blocks")
-    return chosen
+    return selected

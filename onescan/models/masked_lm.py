@@ -100,11 +100,11 @@ class MaskedLM(Pretrained, nn.Module):
             read_outs=read_outs,
         )
         if positions is not None:
-            places = positions.flatten().nonzero()[:, 0] if is_mask else positions
-            places = places.to(x.device, non_blocking=True)
+            indices = positions.flatten().nonzero()[:, 0] if is_mask else positions
+            indices = indices.to(x.device, non_blocking=True)
             x = (
                 x.reshape(read_outs, -1, x.shape[-1])
-                .index_select(1, places)
+                .index_select(1, indices)
                 .view(1, -1, x.shape[-1])
             )
         return self.head(x)

@@ -779,12 +779,12 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     check_choice("model", name, PRESETS, listed_by="onescan models")
     config = PRESETS[name].config
     sizes = {key: changes[key] for key in ("image_size", "patch_size") if key in changes}
-    given = [len(size) for size in sizes.values() if not isinstance(size, int)]
-    axes = given[0] if given else len(getattr(config, "image_size", ()))
-    cubes: dict[str, Any] = {
+    axis_counts = [len(size) for size in sizes.values() if not isinstance(size, int)]
+    axes = axis_counts[0] if axis_counts else len(getattr(config, "image_size", ()))
+    expanded: dict[str, Any] = {
         key: (size,) * axes for key, size in sizes.items() if isinstance(size, int)
     }
-    return replace(config, {**changes, **cubes})
+    return replace(config, {**changes, **expanded})
 
 
 def build(name: str, **changes: Any) -> nn.Module:

@@ -267,7 +267,8 @@ class SequenceDecoder(Pretrained, nn.Module):
         heads, width = self.config.num_heads, self.config.width // self.config.num_heads
         pattern = f"B {heads} {width} {width}"
         summaries = {
-            f"state.memories[{i}].kv": (each.kv, pattern) for i, each in enumerate(state.memories)
+            f"state.memories[{i}].kv": (memory.kv, pattern)
+            for i, memory in enumerate(state.memories)
         }
         check_shapes(tokens=(tokens, "B T"), **summaries)
 

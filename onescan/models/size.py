@@ -133,54 +133,54 @@ def _macs(model: nn.Module, inputs: tuple[Tensor | None, ...]) -> int:
 
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         count = _Count(counter)
-        for blocks in _alike(model):
-            count.once(blocks)
+        for blocks in _repeated_blocks(model):
+            count.run_once(blocks)
         model.eval()(*(None if x is None else x.to("meta") for x in inputs))
     return count.flops // 2
 
 
-def _alike(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Neighbours in a list that are built alike, by what they print and hold."""
+def _repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield the runs of consecutive blocks in a list that have the same structure."""
     for blocks in model.modules():
         if isinstance(blocks, nn.ModuleList):
-            for _, run in groupby(blocks, _built):
-                if len(alike := list(run)) > 1:
-                    yield alike
+            for _, run in groupby(blocks, _structure):
+                if len(same := list(run)) > 1:
+                    yield same
 
 
-def _built(block: nn.Module) -> tuple[str, list[torch.Size]]:
+def _structure(block: nn.Module) -> tuple[str, list[torch.Size]]:
     return repr(block), [x.shape for x in block.state_dict().values()]
 
 
 class _Count:
-    """Of blocks built alike one runs, and another only where it is given something else."""
+    """Run one of several equal blocks, and others only for inputs of other shapes."""
 
     def __init__(self, counter: "FlopCounterMode") -> None:
         self.counter = counter
-        self.left_out = 0
+        self.skipped_flops = 0
 
     @property
     def flops(self) -> int:
-        return self.counter.get_total_flops() + self.left_out
+        return self.counter.get_total_flops() + self.skipped_flops
 
-    def once(self, blocks: list[nn.Module]) -> None:
-        known: dict[str, tuple[int, Any]] = {}
+    def run_once(self, blocks: list[nn.Module]) -> None:
+        results: dict[str, tuple[int, Any]] = {}
         for block in blocks:
-            block.forward = partial(self._run, block.forward, known)
+            block.forward = partial(self._run, block.forward, results)
 
     def _run(
         self,
         forward: Callable[..., Any],
-        known: dict[str, tuple[int, Any]],
-        *given: Any,
-        **named: Any,
+        results: dict[str, tuple[int, Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        shapes = str(tree_map_only(Tensor, lambda x: (x.shape, x.dtype), (given, named)))
-        if shapes not in known:
+        shapes = str(tree_map_only(Tensor, lambda x: (x.shape, x.dtype), (args, kwargs)))
+        if shapes not in results:
             before = self.flops
-            made = forward(*given, **named)
-            known[shapes] = self.flops - before, made
-            return made
-        flops, made = known[shapes]
-        self.left_out += flops
-        return tree_map_only(Tensor, torch.empty_like, made)
+            output = forward(*args, **kwargs)
+            results[shapes] = self.flops - before, output
+            return output
+        flops, output = results[shapes]
+        self.skipped_flops += flops
+        return tree_map_only(Tensor, torch.empty_like, output)

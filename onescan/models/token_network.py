@@ -159,7 +159,7 @@ class NetworkState(NamedTuple):
     continues: bool | None = None
 
 
-class _RealTogether:
+class _PaddingPermutation:
     """Moves the real tokens of each text together, and back.
 
     Args:
@@ -170,7 +170,7 @@ class _RealTogether:
 
     def __init__(self, keep: Keep, order: RealFirst, lengths: list[int] | None) -> None:
         self.order, self.lengths = order, lengths
-        self.keep = self._here(keep.gather(1, order.token))
+        self.keep = self._of_this_rank(keep.gather(1, order.token))
 
     @classmethod
     def of(
@@ -180,7 +180,7 @@ class _RealTogether:
         *,
         at_end: bool,
         either_end: bool,
-    ) -> "_RealTogether | None":
+    ) -> "_PaddingPermutation | None":
         """Return how to move tokens; None if padding is known to be where it has no effect.
 
         Args:
@@ -199,8 +199,8 @@ class _RealTogether:
             return None
         if group is not None or can_look_at_values(keep):
             before, after = keep[:, :-1], keep[:, 1:]
-            same: Any = True if sequence is None else sequence[:, 1:] == sequence[:, :-1]
-            begins, ends = ~before & after & same, before & ~after & same
+            is_same: Any = True if sequence is None else sequence[:, 1:] == sequence[:, :-1]
+            begins, ends = ~before & after & is_same, before & ~after & is_same
             if either_end:
                 needs_moving = begins.any(dim=1) & ends.any(dim=1)
             else:
@@ -211,18 +211,18 @@ class _RealTogether:
 
     def collect(self, x: Hidden) -> Hidden:
         """Move real tokens together."""
-        return self._moved(x, self.order.collect)
+        return self._reordered(x, self.order.collect)
 
     def restore(self, x: Hidden) -> Hidden:
         """Move all tokens back."""
-        return self._moved(x, self.order.restore)
+        return self._reordered(x, self.order.restore)
 
-    def _moved(self, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+    def _reordered(self, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
         if (group := sequence_group(None)) is not None:
             x = gather_tokens(group, x, self.lengths)
-        return self._here(move(x))
+        return self._of_this_rank(move(x))
 
-    def _here(self, x: Tensor) -> Tensor:
+    def _of_this_rank(self, x: Tensor) -> Tensor:
         """Return the tokens of this rank."""
         group = sequence_group(None)
         if group is None or self.lengths is None:
@@ -372,17 +372,17 @@ class TokenNetwork(nn.Module):
         read: list[Tensor] = []
         after: list[list[Tensor]] = []
         for t in range(x.shape[1]):
-            token, own = slice(t, t + 1), None if segments is None else segments[:, t : t + 1]
+            token, segment = slice(t, t + 1), None if segments is None else segments[:, t : t + 1]
             hidden: list[Hidden] = []
             y, new = self._read(
-                x[:, token], own, keep[:, token], None, None, state, read_outs, hidden
+                x[:, token], segment, keep[:, token], None, None, state, read_outs, hidden
             )
             assert new is not None
             state = self._step(keep[:, token], state, new)
             read.append(y)
             after.append(hidden)
         if outputs is not None:
-            outputs += [torch.cat(each, dim=1) for each in zip(*after, strict=True)]
+            outputs += [torch.cat(steps, dim=1) for steps in zip(*after, strict=True)]
         return torch.cat(read, dim=1), state
 
     def _read(
@@ -400,11 +400,13 @@ class TokenNetwork(nn.Module):
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
         per_document = _separated(x, documents, cu_seqlens)
-        before: Any = NetworkState(None, (None,) * len(self.blocks)) if state is None else state
-        position = before.position
+        previous: Any = NetworkState(None, (None,) * len(self.blocks)) if state is None else state
+        position = previous.position
         if self.segment_embedding is not None:
-            kinds = x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
-            x = x + self.segment_embedding(kinds)
+            segment_ids = (
+                x.new_zeros(x.shape[:2], dtype=torch.long) if segments is None else segments
+            )
+            x = x + self.segment_embedding(segment_ids)
         order = None
         if keep is not None:
             x = masked(x, keep)
@@ -412,7 +414,7 @@ class TokenNetwork(nn.Module):
                 size = self.config.state_block
                 # Causal networks need padding before the first real token, because the next call
                 # continues after the last token; others, if at all, after the last real token.
-                order = _RealTogether.of(
+                order = _PaddingPermutation.of(
                     keep,
                     per_document,
                     at_end=size == 1 and not is_packed and state is None,
@@ -427,7 +429,7 @@ class TokenNetwork(nn.Module):
         first = depth - read_outs if outputs is None else 0
         _, states, after = apply_blocks(
             self.blocks, self.lower_bounds, embedding, grid, keep=keep, documents=per_document,
-            states=before.blocks, selected=range(first, depth),
+            states=previous.blocks, selected=range(first, depth),
         )  # fmt: skip
         after = after if outputs is None else [embedding, *after]
         if order is not None:
@@ -454,8 +456,10 @@ class TokenNetwork(nn.Module):
         if self.position is not None and not isinstance(self.position, TokenPosition):
             position = rows_where(keep, after.position, before.position)
         blocks = [
-            cast(Mixer, block.mixer).after_masked(old, new, keep)
-            for block, old, new in zip(self.blocks, before.blocks, after.blocks, strict=True)
+            cast(Mixer, block.mixer).after_masked(previous, current, keep)
+            for block, previous, current in zip(
+                self.blocks, before.blocks, after.blocks, strict=True
+            )
         ]
         return NetworkState(position, tuple(blocks))
 
@@ -491,12 +495,12 @@ class TokenNetwork(nn.Module):
         cu_seqlens: Any,
         state: Any,
     ) -> None:  # Any: user input
-        alike = {"segments": segments, "keep": keep}
-        patterns = {name: (tensor, "B T") for name, tensor in alike.items()}
+        per_token = {"segments": segments, "keep": keep}
+        patterns = {name: (tensor, "B T") for name, tensor in per_token.items()}
         sizes = check_shapes(x=(x, "B T D"), **patterns, documents=(documents, "B T"))
         if sequence_group(None) is None:
             check_positive(T=sizes["T"])
-        check_devices(x=x, **alike)
+        check_devices(x=x, **per_token)
         if documents is not None and documents.device not in (x.device, torch.device("cpu")):
             raise ValueError(f"documents is on {documents.device}, expected cpu or {x.device}")
         if x.shape[-1] != self.config.width:
@@ -561,8 +565,8 @@ def _separated(
     packing = packing_over(group, cu_seqlens, x)
     if packing is None:
         return None
-    whole = packing.whole if isinstance(packing, PackingShard) else packing
-    return None if whole.sequences == len(x) else Documents(packing)
+    full_packing = packing.whole if isinstance(packing, PackingShard) else packing
+    return None if full_packing.sequences == len(x) else Documents(packing)
 
 
 # A state is a tree of nested tuples; its leaves are tensors, numbers and None.
@@ -596,10 +600,10 @@ def as_buffers(state: Any, device: torch.device) -> Any:
     (tensor([1.]), None, tensor(3))
     """
 
-    def copied(leaf: Any, _: str) -> Any:
+    def copy_leaf(leaf: Any, _: str) -> Any:
         return None if leaf is None else torch.as_tensor(leaf).to(device, copy=True)
 
-    return _map_leaves(copied, state, "")
+    return _map_leaves(copy_leaf, state, "")
 
 
 def check_constant_size(before: Any, after: Any) -> None:
@@ -634,8 +638,8 @@ def unflatten_state(like: Any, flat: Mapping[str, Tensor]) -> Any:
     """
     expected = {path for path, _ in _leaves(like, "")}
     for path in sorted(expected ^ set(flat)):
-        found = "is missing" if path in expected else "does not exist in this model's state"
-        raise ValueError(f"{path} {found}")
+        problem = "is missing" if path in expected else "does not exist in this model's state"
+        raise ValueError(f"{path} {problem}")
 
     def fill(leaf: Any, path: str) -> Any:
         if leaf is None:
@@ -648,14 +652,14 @@ def unflatten_state(like: Any, flat: Mapping[str, Tensor]) -> Any:
 def _map_leaves(function: Callable[[Any, str], Any], state: Any, path: str) -> Any:
     if not isinstance(state, tuple):
         return function(state, path)
-    parts = [_map_leaves(function, part, at) for at, part in _parts(state, path)]
+    parts = [_map_leaves(function, part, part_path) for part_path, part in _parts(state, path)]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def _leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(state, tuple):
-        for at, part in _parts(state, path):
-            yield from _leaves(part, at)
+        for part_path, part in _parts(state, path):
+            yield from _leaves(part, part_path)
     elif state is not None:
         yield path, state
 

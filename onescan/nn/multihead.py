@@ -1,5 +1,6 @@
 """Linear attention behind the interface of `torch.nn.MultiheadAttention`."""
 
+import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,12 @@ def build_attention(
 ) -> AttentionLayer:
     """Build the layer of a kind, for the grid `shape` or, if None, for a sequence."""
     check_choice("kind", kind, KINDS)
+    known = list(inspect.signature(KINDS[kind]).parameters)[3:]  # after dim, num_heads and axes
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"{KINDS[kind].__name__} has no option {name!r}, expected {', '.join(known)}"
+            )
     axes = 1 if shape is None else len(shape)
     layer: AttentionLayer = KINDS[kind](dim, num_heads, axes=axes, **options)
     return layer

@@ -364,6 +364,10 @@ def build_replacements(
     The model stays unchanged, but the replacements share its output projections. See
     `replace_attention`.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {named_type(model)}, expected an nn.Module")
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude is {exclude!r}, expected a list of names")
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerDecoderLayer) and not _is_in(name, exclude):
             what = f"has a decoder layer, {name!r}" if name else "is a decoder layer"

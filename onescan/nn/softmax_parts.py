@@ -39,6 +39,7 @@ _ROTARY = re.compile(r"rotary|rope|position_embeddings|sinusoidal_pos", re.IGNOR
 _RELATIVE = re.compile(
     r"rel(?:ative)?_|position_bias|pos_bias|linear_pos|distance_embedding|alibi", re.IGNORECASE
 )
+_SPARSE = re.compile(r"band_mask|blocked_(?:encoder_)?mask|from_mask|to_mask", re.IGNORECASE)
 _OUT_DROPOUT = re.compile(r"(?:proj|out|output|resid)_drop(?:out)?", re.IGNORECASE)
 LAYERS = ("qkv", "q", "k", "v")
 _BIASES = ("q_bias", "k_bias", "v_bias")
@@ -175,6 +176,8 @@ def _check_supported(module: nn.Module, roles: dict[str, tuple[str, nn.Module]])
         raise ValueError(
             "projects queries separately from keys and values, as cross-attention does"
         )
+    if any(_SPARSE.fullmatch(name) for name in _parameters(module)):
+        raise ValueError("is sparse attention, whose module changes with the length of the input")
     used = {name for name, _ in roles.values()}
     for name, child in module.named_children():
         is_known = (

@@ -62,11 +62,11 @@ def use_backend(backend: Backend) -> Iterator[None]:
     """
     global _preferred
     check_choice("backend", backend, BACKENDS)
-    before, _preferred = _preferred, backend
+    previous, _preferred = _preferred, backend
     try:
         yield
     finally:
-        _preferred = before
+        _preferred = previous
 
 
 def preferred_backend() -> str:
@@ -282,8 +282,8 @@ def launch(
     filled = [first if x is None else x for x in arguments]
     key = kernel, case, first.device, tuple(map(_kind, arguments)), tuple(flags.items())
     with _on_device(first.device):
-        if (found := _compiled.get(key)) is not None:
-            compiled, constants = found
+        if (cached := _compiled.get(key)) is not None:
+            compiled, constants = cached
             compiled[(*grid, 1, 1)[:3]](*filled, *constants)
             return
         settings = kernel.settings(case, tuple(x is not None for x in arguments), flags)

@@ -42,8 +42,8 @@ def check_causal_block(
     else:
         check_whole(1, causal_block=causal_block)
     if causal is not False:
-        given = "holds offsets" if is_uneven else f"is {causal_block}"
-        raise ValueError(f"causal_block {given} with causal={causal}, expected causal=False")
+        described = "holds offsets" if is_uneven else f"is {causal_block}"
+        raise ValueError(f"causal_block {described} with causal={causal}, expected causal=False")
     if ranks is not None and cu_seqlens is not None:
         refuse_group(
             ranks,
@@ -79,19 +79,19 @@ def check_whole_blocks(causal_block: Blocks, lengths: Sequence[int]) -> None:
     if isinstance(causal_block, Tensor):
         if not can_look_at_values(causal_block):
             return
-        ends, shown = set(causal_block.tolist()), "offsets"
+        ends, described = set(causal_block.tolist()), "offsets"
     else:
-        ends, shown = {*range(0, last + causal_block, causal_block)}, str(causal_block)
+        ends, described = {*range(0, last + causal_block, causal_block)}, str(causal_block)
     for rank, end in enumerate(others):
         if end not in ends and end != last:
             raise ValueError(
-                f"group has {lengths[rank]} tokens on rank {rank} with causal_block={shown}, "
+                f"group has {lengths[rank]} tokens on rank {rank} with causal_block={described}, "
                 "expected whole blocks"
             )
 
 
 def block_ends(
-    causal_block: Blocks, places: Int[Tensor, " T"], packing: Packing | None
+    causal_block: Blocks, positions: Int[Tensor, " T"], packing: Packing | None
 ) -> Bool[Tensor, "_ T"]:
     """Return whether each token is the last token of its block.
 
@@ -100,7 +100,7 @@ def block_ends(
 
     Args:
         causal_block: Tokens per block, or offsets of blocks.
-        places: Number of tokens before each token, on all ranks.
+        positions: Number of tokens before each token, on all ranks.
         packing: The packed sequences, if any; not with offsets.
 
     >>> block_ends(2, torch.arange(5), None).tolist()
@@ -109,22 +109,22 @@ def block_ends(
     [[False, False, True, True, True]]
     """
     if isinstance(causal_block, Tensor):
-        return torch.isin(places + 1, causal_block.to(places.device)).unsqueeze(0)
-    of_rows = places.unsqueeze(0) if packing is None else packing.place
-    return (of_rows + 1) % causal_block == 0
+        return torch.isin(positions + 1, causal_block.to(positions.device)).unsqueeze(0)
+    token_positions = positions.unsqueeze(0) if packing is None else packing.place
+    return (token_positions + 1) % causal_block == 0
 
 
 def block_bounds(
-    offsets: Int[Tensor, " offsets"], places: Int[Tensor, " T"]
+    offsets: Int[Tensor, " offsets"], positions: Int[Tensor, " T"]
 ) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
     """Return where the block of each token begins and ends, counted from the first of the tokens.
 
     >>> block_bounds(torch.tensor([0, 3, 4]), torch.arange(4))
     (tensor([0, 0, 0, 3]), tensor([3, 3, 3, 4]))
     """
-    offsets = offsets.to(places.device).long()
-    block = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(offsets) - 2)
-    return offsets[block] - places[:1], offsets[block + 1] - places[:1]
+    offsets = offsets.to(positions.device).long()
+    block = torch.searchsorted(offsets[1:], positions, right=True).clamp(max=len(offsets) - 2)
+    return offsets[block] - positions[:1], offsets[block + 1] - positions[:1]
 
 
 def block_ranges(causal_block: Blocks | None, tokens: int) -> Iterator[range]:

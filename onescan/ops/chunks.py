@@ -88,9 +88,9 @@ def chunk_scan(
         return _scan_operator(step, state, parts, backward)
     order = -1 if backward else 1
     before = []
-    for each in list(zip(*(x.unbind(2) for x in parts), strict=True))[::order]:
+    for chunk_parts in list(zip(*(x.unbind(2) for x in parts), strict=True))[::order]:
         before.append(state)
-        state = step(state, *each)
+        state = step(state, *chunk_parts)
     return torch.stack(before[::order], dim=2), state
 
 
@@ -103,8 +103,8 @@ def _scan_operator(
     if backward:
         chunks = [x.flip(0) for x in chunks]
 
-    def visit(state: Tensor, *each: Tensor) -> list[Tensor]:
-        return [step(state, *each), state.clone()]
+    def visit(state: Tensor, *chunk_parts: Tensor) -> list[Tensor]:
+        return [step(state, *chunk_parts), state.clone()]
 
     # the operator requires an initial state with the same strides as the output of a step
     last, before = scan_op(visit, [state.contiguous()], chunks, ())
@@ -112,14 +112,14 @@ def _scan_operator(
 
 
 def linear_scan(
-    state: Tensor, added: Tensor, kept: Tensor | None = None, *, backward: bool = False
+    state: Tensor, added: Tensor, decay: Tensor | None = None, *, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Carry a state from chunk to chunk by S_n = kept_n S_{n-1} + added_n.
+    """Carry a state from chunk to chunk by S_n = decay_n S_{n-1} + added_n.
 
     Args:
         state: State before the first chunk visited, [B, H, ...].
         added: Contribution of each chunk to the state, [B, H, N, ...].
-        kept: Factor of the state at each chunk, in a shape that broadcasts to that of `added` and
+        decay: Factor of the state at each chunk, in a shape that broadcasts to that of `added` and
             has as many axes. None for 1.
         backward: Whether to visit the chunks from last to first.
 
@@ -131,62 +131,66 @@ def linear_scan(
     >>> before.tolist(), last.tolist()
     ([[[0.0, 1.0, 2.5]]], [[4.25]])
     """
-    if not needs_plain_functions(state, added, kept):
+    if not needs_plain_functions(state, added, decay):
         if torch.compiler.is_compiling():
-            return _operator(state, added, kept, backward)
-        return apply_function(_LinearScan, state, added, kept, backward)
+            return _operator(state, added, decay, backward)
+        return apply_function(_LinearScan, state, added, decay, backward)
     parts = [added]
-    if kept is not None:
-        parts.append(kept.expand(*kept.shape[:2], added.shape[2], *kept.shape[3:]))
+    if decay is not None:
+        parts.append(decay.expand(*decay.shape[:2], added.shape[2], *decay.shape[3:]))
     return chunk_scan(_linear_step, state, *parts, backward=backward)
 
 
-def _linear_step(state: Tensor, added: Tensor, kept: Tensor | None = None) -> Tensor:
-    return added + state if kept is None else torch.addcmul(added, kept, state)
+def _linear_step(state: Tensor, added: Tensor, decay: Tensor | None = None) -> Tensor:
+    return added + state if decay is None else torch.addcmul(added, decay, state)
 
 
 def _linear_scan(
-    state: Tensor, added: Tensor, kept: Tensor | None, backward: bool
+    state: Tensor, added: Tensor, decay: Tensor | None, backward: bool
 ) -> tuple[Tensor, Tensor]:
     order = -1 if backward else 1
-    before, last = _results(state, added, kept, backward)
+    before, last = _results(state, added, decay, backward)
     states = [*before.unbind(2)[::order], last]
-    owns = added.unbind(2)[::order]
-    keeps: Sequence[Tensor | None] = [None] * len(owns)
-    if kept is not None:
-        keeps = kept.expand(*kept.shape[:2], len(owns), *kept.shape[3:]).unbind(2)[::order]
+    added_chunks = added.unbind(2)[::order]
+    decay_chunks: Sequence[Tensor | None] = [None] * len(added_chunks)
+    if decay is not None:
+        decay_chunks = decay.expand(*decay.shape[:2], len(added_chunks), *decay.shape[3:]).unbind(
+            2
+        )[::order]
     states[0].copy_(state)
-    for own, keep, here, after in zip(owns, keeps, states[:-1], states[1:], strict=True):
-        if keep is None:
-            torch.add(own, here, out=after)
+    for added_n, decay_n, state_before, state_after in zip(
+        added_chunks, decay_chunks, states[:-1], states[1:], strict=True
+    ):
+        if decay_n is None:
+            torch.add(added_n, state_before, out=state_after)
         else:
-            torch.addcmul(own, keep, here, out=after)
+            torch.addcmul(added_n, decay_n, state_before, out=state_after)
     return before, last
 
 
 def _results(
-    state: Tensor, added: Tensor, kept: Tensor | None, backward: bool
+    state: Tensor, added: Tensor, decay: Tensor | None, backward: bool
 ) -> tuple[Tensor, Tensor]:
     return added.new_empty(added.shape), added.new_empty(added.select(2, 0).shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    state, _, kept, ctx.backward_scan = inputs
+    state, _, decay, ctx.backward_scan = inputs
     ctx.state_shape = state.shape
-    ctx.save_for_backward(output[0], kept)
+    ctx.save_for_backward(output[0], decay)
 
 
 def _differentiate(
     ctx: Any, *gradients: Any, scan: Callable[..., Any] = linear_scan
 ) -> tuple[Tensor | None, ...]:
-    """Scan gradients in the opposite direction: G_n = kept_n G_{n+1} + dbefore_n."""
+    """Scan gradients in the opposite direction: G_n = decay_n G_{n+1} + dbefore_n."""
     dbefore, dlast = gradients
-    before, kept = ctx.saved_tensors
-    dadded, dstate = scan(dlast, dbefore, kept, backward=not ctx.backward_scan)
-    dkept = None
-    if kept is not None and ctx.needs_input_grad[2]:
-        dkept = (dadded * before).sum_to_size(kept.shape)
-    return dstate.sum_to_size(ctx.state_shape), dadded, dkept, None
+    before, decay = ctx.saved_tensors
+    dadded, dstate = scan(dlast, dbefore, decay, backward=not ctx.backward_scan)
+    ddecay = None
+    if decay is not None and ctx.needs_input_grad[2]:
+        ddecay = (dadded * before).sum_to_size(decay.shape)
+    return dstate.sum_to_size(ctx.state_shape), dadded, ddecay, None
 
 
 class _LinearScan(torch.autograd.Function):

@@ -26,11 +26,11 @@ class PendingGather:
 
     def __init__(self, group: SequenceGroup, *tensors: Tensor) -> None:
         self.group, self.tensors = group, tensors
-        self.own = _as_bytes([x.detach().unsqueeze(0) for x in tensors])
-        self.together = self.own.new_empty(group.size, self.own.shape[1])
-        ranks = group.ordered(self.together)
+        self.local = _as_bytes([x.detach().unsqueeze(0) for x in tensors])
+        self.gathered = self.local.new_empty(group.size, self.local.shape[1])
+        ranks = group.ordered(self.gathered)
         with explain_failure(group):
-            self.work = dist.all_gather(ranks, self.own[0], group=group.group, async_op=True)
+            self.work = dist.all_gather(ranks, self.local[0], group=group.group, async_op=True)
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the results of `gather`."""
@@ -132,8 +132,8 @@ def carry(
         for level, visited in reversed(levels):
             states = [*accumulate(visited[backward], step, initial=entering)]
             # let each rank's state depend on all ranks, so that each backward pass runs the gather
-            own = level.size - 1 - level.rank if backward else level.rank
-            entering = tuple(torch.stack(x)[own] for x in zip(*states[:-1], strict=True))
+            index = level.size - 1 - level.rank if backward else level.rank
+            entering = tuple(torch.stack(x)[index] for x in zip(*states[:-1], strict=True))
             last = states[-1] if last is None else last
         assert last is not None
         carried.append((entering, last))
@@ -174,7 +174,7 @@ def last_tokens(x: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Ten
 
 def carry_tokens(
     group: SequenceGroup,
-    sides: Sequence[tuple[Tensor, Tensor | None]],
+    shards: Sequence[tuple[Tensor, Tensor | None]],
     count: int,
     *,
     before: Tensor | None = None,
@@ -183,7 +183,7 @@ def carry_tokens(
 
     Args:
         group: The ranks.
-        sides: The tokens of this rank, [B, T, D], and which of them are real (None for all), for
+        shards: The tokens of this rank, [B, T, D], and which of them are real (None for all), for
             the forward and, if any, the backward direction, in which they are flipped.
         count: Number of tokens to carry.
         before: The last tokens before the first rank in the forward direction, [B, count, D], read
@@ -193,12 +193,12 @@ def carry_tokens(
         For each direction, the last `count` real tokens before those of this rank, and the last
         `count` real tokens of all ranks, both [B, count, D] and zero-padded on the left.
     """
-    ends = [last_tokens(x, keep, count) for x, keep in sides]
-    enters = before if group.is_first else None
-    if enters is not None:
+    ends = [last_tokens(x, keep, count) for x, keep in shards]
+    initial = before if group.is_first else None
+    if initial is not None:
         tokens, real = ends[0]
-        enters = enters.to(tokens.dtype)
-        tokens, real = torch.cat([enters, tokens], dim=1), F.pad(real, (count, 0), value=True)
+        initial = initial.to(tokens.dtype)
+        tokens, real = torch.cat([initial, tokens], dim=1), F.pad(real, (count, 0), value=True)
         ends[0] = last_tokens(tokens, real, count)
     marked = (torch.cat([x, real.unsqueeze(-1)], dim=-1) for x, real in ends)
     carried = []
@@ -209,8 +209,8 @@ def carry_tokens(
         is_earlier = torch.arange(group.size * count, device=real.device) < rank * count
         entering, last = (last_tokens(tokens, y, count)[0] for y in (real & is_earlier, real))
         carried.append((entering, last))
-    if enters is not None:
-        carried[0] = carried[0][0] + enters, carried[0][1]
+    if initial is not None:
+        carried[0] = carried[0][0] + initial, carried[0][1]
     return carried
 
 
@@ -229,17 +229,19 @@ class Permutation:
         self, order: Tensor, lengths: Sequence[int], rank: int, device: torch.device
     ) -> None:
         ends = torch.tensor([*accumulate(lengths)])
-        own = slice(int(ends[rank]) - lengths[rank], int(ends[rank]))
+        local = slice(int(ends[rank]) - lengths[rank], int(ends[rank]))
         tokens = torch.arange(len(order))
         source, target = (torch.bucketize(x, ends, right=True) for x in (order, tokens))
         self.is_local = torch.equal(source, target)  # the same on every rank
-        leaving = order[source == rank] - own.start
-        arriving = source[own].argsort(stable=True).argsort()
-        self.sent, self.received = (
+        send_index = order[source == rank] - local.start
+        receive_index = source[local].argsort(stable=True).argsort()
+        self.send_counts, self.receive_counts = (
             x.bincount(minlength=len(lengths)).tolist()
-            for x in (target[source == rank], source[own])
+            for x in (target[source == rank], source[local])
         )
-        self.leaving, self.arriving = (x.to(device, non_blocking=True) for x in (leaving, arriving))
+        self.send_index, self.receive_index = (
+            x.to(device, non_blocking=True) for x in (send_index, receive_index)
+        )
 
     def __call__(self, group: SequenceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Permute tensors, given this rank's shard of each, [B, T, ...].
@@ -248,18 +250,22 @@ class Permutation:
         tensor. If all tokens stay on their ranks, nothing is exchanged.
         """
         if self.is_local:
-            return [x.index_select(1, self.leaving) for x in tensors]
+            return [x.index_select(1, self.send_index) for x in tensors]
         dtypes = [tensors[0].dtype if x.dtype == torch.bool else x.dtype for x in tensors]
         permuted = list(tensors)
         for dtype in dict.fromkeys(dtypes):
-            some = [i for i, other in enumerate(dtypes) if other == dtype]
-            flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in some]
+            members = [i for i, other in enumerate(dtypes) if other == dtype]
+            flat = [tensors[i].unsqueeze(-1).flatten(2).to(dtype) for i in members]
             widths = [x.shape[2] for x in flat]
-            parts = torch.cat(flat, dim=2).index_select(1, self.leaving).split(self.sent, dim=1)
-            shapes = [(len(flat[0]), count, sum(widths)) for count in self.received]
-            arrived = torch.cat(exchange(group, parts, shapes), dim=1)
-            moved = arrived.index_select(1, self.arriving).split(widths, dim=2)
-            for i, x in zip(some, moved, strict=True):
+            parts = (
+                torch.cat(flat, dim=2)
+                .index_select(1, self.send_index)
+                .split(self.send_counts, dim=1)
+            )
+            shapes = [(len(flat[0]), count, sum(widths)) for count in self.receive_counts]
+            received = torch.cat(exchange(group, parts, shapes), dim=1)
+            split = received.index_select(1, self.receive_index).split(widths, dim=2)
+            for i, x in zip(members, split, strict=True):
                 permuted[i] = x.reshape(tensors[i].shape).to(tensors[i].dtype)
         return permuted
 
@@ -279,7 +285,7 @@ def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -
     ends = list(accumulate(lengths))
     starts = [end - length for end, length in zip(ends, lengths, strict=True)]
 
-    def sent(source: int, target: int) -> tuple[int, int]:
+    def span(source: int, target: int) -> tuple[int, int]:
         """Return the tokens that the target reads from the source, as offsets in the source."""
         if source == target or not lengths[target]:
             return 0, 0
@@ -289,11 +295,11 @@ def halo(group: SequenceGroup, x: Tensor, lengths: Sequence[int], radius: int) -
         return 0, max(min(ends[source], ends[target] + radius) - starts[source], 0)
 
     rank, ranks = group.rank, range(group.size)
-    parts = [x[:, slice(*sent(rank, target))] for target in ranks]
-    counts = [end - start for start, end in (sent(source, rank) for source in ranks)]
+    parts = [x[:, slice(*span(rank, target))] for target in ranks]
+    counts = [end - start for start, end in (span(source, rank) for source in ranks)]
     shapes = [(x.shape[0], count, *x.shape[2:]) for count in counts]
     received = exchange(group, parts, shapes)
-    return [torch.cat(side, dim=1) for side in (received[: rank + 1], received[rank:])]
+    return [torch.cat(tokens, dim=1) for tokens in (received[: rank + 1], received[rank:])]
 
 
 class _Gather(torch.autograd.Function):
@@ -307,12 +313,12 @@ class _Gather(torch.autograd.Function):
         if pending is not None:
             with explain_failure(group):
                 pending.work.wait()
-            return _from_bytes(pending.together, tensors)
-        own = _as_bytes([x.unsqueeze(0) for x in tensors])
-        together = own.new_empty(group.size, own.shape[1])
+            return _from_bytes(pending.gathered, tensors)
+        local = _as_bytes([x.unsqueeze(0) for x in tensors])
+        gathered = local.new_empty(group.size, local.shape[1])
         with explain_failure(group):
-            dist.all_gather(group.ordered(together), own[0], group=group.group)
-        return _from_bytes(together, tensors)
+            dist.all_gather(group.ordered(gathered), local[0], group=group.group)
+        return _from_bytes(gathered, tensors)
 
     @staticmethod
     @once_differentiable

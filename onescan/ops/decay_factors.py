@@ -138,16 +138,16 @@ def _diagonal_scores(
     q: Tensor, k: Tensor, levels: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> Tensor:
     """Assemble the scores, from tiles of one token up to the whole chunk."""
-    whole = (q * k).sum(-1)[..., None, None]  # [..., S, L, L]
-    for each in zip(*levels, strict=True):
-        length = whole.shape[-1]
+    scores = (q * k).sum(-1)[..., None, None]  # [..., S, L, L]
+    for level in zip(*levels, strict=True):
+        length = scores.shape[-1]
         blocks = []
-        for d, (enter, leave) in enumerate(each):
+        for d, (enter, leave) in enumerate(level):
             _, queries = halves(q, length, backward=bool(d))
             keys, _ = halves(k, length, backward=bool(d))
             blocks.append((queries * enter) @ (keys * leave).mT)
         lower, upper = [*blocks, torch.zeros_like(blocks[0])][:2]
-        first, second = whole.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
         rows = torch.cat([first, upper], dim=-1), torch.cat([lower, second], dim=-1)
-        whole = torch.cat(rows, dim=-2)
-    return whole.squeeze(-3)
+        scores = torch.cat(rows, dim=-2)
+    return scores.squeeze(-3)

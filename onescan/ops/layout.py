@@ -98,7 +98,7 @@ class Layout(NamedTuple):
             return ends
         if self.is_empty:  # the masked token ends no block
             return torch.zeros(1, 1, dtype=torch.bool, device=self.device)
-        of_blocks = block_ends(self.causal_block, self._places, self.packing)
+        of_blocks = block_ends(self.causal_block, self._positions, self.packing)
         return of_blocks if ends is None else ends | of_blocks
 
     @property
@@ -108,10 +108,10 @@ class Layout(NamedTuple):
             return None
         if self.is_empty:  # the masked token is a block
             return torch.tensor([0], device=self.device), torch.tensor([1], device=self.device)
-        return block_bounds(self.causal_block, self._places)
+        return block_bounds(self.causal_block, self._positions)
 
     @property
-    def _places(self) -> Tensor:
+    def _positions(self) -> Tensor:
         """Number of tokens before each token, counted over all ranks."""
         before = 0
         if self.ranks is not None and self.lengths is not None:

@@ -143,9 +143,15 @@ def differentiable_gradients(
     """Return gradients of a function of plain operations; they are differentiable themselves."""
     differentiable = [x for x in inputs if x is not None and x.requires_grad]
     pairs = zip(function(*inputs), gradients, strict=True)
-    outputs, given = zip(*[(x, slope) for x, slope in pairs if x.requires_grad], strict=True)
-    found = iter(torch.autograd.grad(outputs, differentiable, given, create_graph=True))
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+    outputs, output_gradients = zip(
+        *[(x, gradient) for x, gradient in pairs if x.requires_grad], strict=True
+    )
+    input_gradients = iter(
+        torch.autograd.grad(outputs, differentiable, output_gradients, create_graph=True)
+    )
+    return tuple(
+        next(input_gradients) if x is not None and x.requires_grad else None for x in inputs
+    )
 
 
 def logcumsumexp(x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Packing:
     @property
     def place(self) -> Int[Tensor, "B T"]:
         """Number of earlier tokens of the same sequence."""
-        return self._once("place", lambda: self._to_device(self._place_of_tokens()))
+        return self._once("place", lambda: self._to_device(self._position_of_tokens()))
 
     @property
     def starts(self) -> Bool[Tensor, "B T"]:
@@ -115,10 +115,10 @@ class Packing:
     def _to_device(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
 
-    def sequence_at(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return the sequences of the tokens at the given places of the given rows."""
+    def sequence_at(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the sequences of the tokens at these positions of these rows."""
         ends = self.cu_seqlens[1:].long()
-        return torch.searchsorted(ends, rows * self.tokens + places, right=True)
+        return torch.searchsorted(ends, rows * self.tokens + positions, right=True)
 
     def _sequence_of_tokens(self) -> Tensor:
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
@@ -126,31 +126,31 @@ class Packing:
         return torch.searchsorted(ends, tokens, right=True).view(self.batch, self.tokens)
 
     def _starts_of_tokens(self) -> Tensor:
-        return self._place_of_tokens() == 0
+        return self._position_of_tokens() == 0
 
     def _ends_of_tokens(self) -> Tensor:
-        return F.pad((self._place_of_tokens() == 0)[:, 1:], (0, 1), value=True)
+        return F.pad((self._position_of_tokens() == 0)[:, 1:], (0, 1), value=True)
 
-    def _place_of_tokens(self) -> Tensor:
+    def _position_of_tokens(self) -> Tensor:
         sequence = self._sequence_of_tokens()
         tokens = torch.arange(self.batch * self.tokens, device=self.cu_seqlens.device)
         return tokens.view_as(sequence) - self.cu_seqlens.long()[sequence]
 
     def _indices(self, size: int) -> tuple[Tensor, ...]:
         """Return the fields of `Chunks`, on the device of the offsets."""
-        sequence, places = self._sequence_of_tokens(), self._place_of_tokens()
+        sequence, positions = self._sequence_of_tokens(), self._position_of_tokens()
         batch, tokens = sequence.shape
-        # chunks of the row up to that of each token, which begins where places is 0, size, ...
-        chunk = (places % size == 0).cumsum(1) - 1
+        # chunks of the row up to that of each token, which begins where positions is 0, size, ...
+        chunk = (positions % size == 0).cumsum(1) - 1
         count = tokens // size + max(self.sequences - batch, 0) + 1
         if can_look_at_values(chunk):
             count = int(chunk[:, -1:].amax()) + 1 if chunk.numel() else 1
-        slots = chunk * size + places % size
+        slots = chunk * size + positions % size
         row = torch.arange(tokens, device=slots.device).expand(batch, -1)
         source = slots.new_full((batch, count * size), tokens).scatter_(1, slots, row)
         first = source[:, ::size].clamp(max=max(tokens - 1, 0))
         is_used = source[:, ::size] < tokens
-        begins = (places.gather(1, first) == 0) | ~is_used
+        begins = (positions.gather(1, first) == 0) | ~is_used
         return source, slots, sequence.gather(1, first), begins
 
     def _spans(self, size: int) -> tuple[Tensor, Tensor]:
@@ -205,8 +205,8 @@ class PackingShard(Packing):
         starts = ends - torch.tensor(lengths, device=offsets.device)
         has_tokens = has_tokens.to(offsets.device).unsqueeze(1)
         self.heads, self.tails = (
-            self._to_device(torch.where(has_tokens, whole.sequence_at(rows, places), -1))
-            for places in (starts.unsqueeze(1), ends.unsqueeze(1) - 1)
+            self._to_device(torch.where(has_tokens, whole.sequence_at(rows, positions), -1))
+            for positions in (starts.unsqueeze(1), ends.unsqueeze(1) - 1)
         )
 
     def sequences_around(self, before: int, after: int) -> Int[Tensor, "B S"]:
@@ -214,8 +214,8 @@ class PackingShard(Packing):
         start = self.tokens_before - before
         stop = self.tokens_before + self.tokens + after
         rows = torch.arange(self.batch, device=self.cu_seqlens.device).unsqueeze(1)
-        places = torch.arange(start, stop, device=self.cu_seqlens.device)
-        return self._to_device(self.whole.sequence_at(rows, places))
+        positions = torch.arange(start, stop, device=self.cu_seqlens.device)
+        return self._to_device(self.whole.sequence_at(rows, positions))
 
     def _starts_of_tokens(self) -> Tensor:
         starts = super()._starts_of_tokens()
@@ -237,28 +237,28 @@ class Chunks(NamedTuple):
     """Chunks of C tokens, each of a single sequence, [B, N, C], padded after its tokens.
 
     Attributes:
-        source: The token of its row at each place of the chunks, [B, N * C]; T for padding.
-        slots: The place of each token, [B, T].
+        source: The token of its row in each slot of the chunks, [B, N * C]; T for padding.
+        slots: The slot of each token, [B, T].
         sequence: The sequence of each chunk, [B, N]. Chunks without tokens repeat one of the row.
         begins: Whether each chunk is the first one of its sequence, [B, N]; True without tokens.
     """
 
-    source: Int[Tensor, "B places"]
+    source: Int[Tensor, "B slots"]
     slots: Int[Tensor, "B T"]
     sequence: Int[Tensor, "B N"]
     begins: Bool[Tensor, "B N"]
 
     def from_tokens(self, x: Tensor, *, fill: float = 0.0) -> Tensor:
-        """Move tokens, [B, T, ...], to the places of the chunks, [B, N * C, ...], and pad them."""
+        """Move tokens, [B, T, ...], to the slots of the chunks, [B, N * C, ...], and pad them."""
         return _rearrange(x, self.source, self.slots, fill)
 
     def from_row(self, x: Tensor) -> Tensor:
-        """Move values that rows share, [T, ...], to the places of the chunks, [B, N * C, ...]."""
+        """Move values that rows share, [T, ...], to the slots of the chunks, [B, N * C, ...]."""
         index = self.source.clamp(max=len(x) - 1)
         return x.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Move the places of the chunks, [B, N * C, ...], back to tokens, [B, T, ...]."""
+        """Move the slots of the chunks, [B, N * C, ...], back to tokens, [B, T, ...]."""
         return _rearrange(x, self.slots, self.source, None)
 
 
@@ -345,9 +345,11 @@ def packing_of(
         raise ValueError("cu_seqlens and state were both given, expected only one of them")
     batch, tokens = x.shape[0], x.shape[1] if tokens is None else tokens
     if isinstance(cu_seqlens, Packing):
-        of = cu_seqlens.batch, cu_seqlens.tokens
-        if of != (batch, tokens):
-            raise ValueError(f"cu_seqlens is for {of} rows and tokens, expected {(batch, tokens)}")
+        packed = cu_seqlens.batch, cu_seqlens.tokens
+        if packed != (batch, tokens):
+            raise ValueError(
+                f"cu_seqlens is for {packed} rows and tokens, expected {(batch, tokens)}"
+            )
         return cu_seqlens
     check_offsets_type("cu_seqlens", cu_seqlens, EXPECTED)
     if cu_seqlens.device not in (x.device, torch.device("cpu")):

@@ -119,8 +119,8 @@ class SequenceGroup:
             group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             outside = group is dist.GroupMember.NON_GROUP_MEMBER
-            found = "a group without this process" if outside else named_type(group)
-            raise ValueError(f"group is {found}, expected a process group of this process")
+            described = "a group without this process" if outside else named_type(group)
+            raise ValueError(f"group is {described}, expected a process group of this process")
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._lengths = None if lengths is None else self._checked(lengths)
         self.prefix = prefix
@@ -130,11 +130,11 @@ class SequenceGroup:
             if not isinstance(nodes, tuple) or len(nodes) != 2:  # noqa: PLR2004 - within, between
                 raise ValueError(f"nodes is {nodes!r}, expected a tuple of two process groups")
             within, between = self._nodes = [SequenceGroup(level) for level in nodes]
-            place = between.rank * within.size + within.rank
-            if (place, between.size * within.size) != (self.rank, self.size):
+            node_rank = between.rank * within.size + within.rank
+            if (node_rank, between.size * within.size) != (self.rank, self.size):
                 raise ValueError(
                     f"nodes have {within.size} ranks in each of {between.size} nodes, and this "
-                    f"rank is number {place}, expected rank {self.rank} of {self.size}"
+                    f"rank is number {node_rank}, expected rank {self.rank} of {self.size}"
                 )
 
     def _checked(self, lengths: Sequence[int]) -> list[int]:
@@ -225,10 +225,10 @@ class SequenceGroup:
 
     def gather_number(self, number: int, device: torch.device) -> Tensor:
         """Gather a number from each rank, [W], without waiting for the device."""
-        own = torch.tensor([number], device=device)
-        numbers = own.new_empty(self.size, 1)
+        local = torch.tensor([number], device=device)
+        numbers = local.new_empty(self.size, 1)
         with explain_failure(self):
-            dist.all_gather(self.ordered(numbers), own, group=self.group)
+            dist.all_gather(self.ordered(numbers), local, group=self.group)
         return numbers.squeeze(1)
 
 

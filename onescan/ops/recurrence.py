@@ -47,25 +47,25 @@ class Call(NamedTuple):
         inputs: The op's tensors, a NamedTuple with q, k and v; not checked before
             `Recurrence.check`.
         layout: Layout of the tokens.
-        enters: The incoming state of each direction.
+        states_in: The incoming state of each direction.
         options: The op's other arguments.
         returns_state: Whether the outgoing states are needed.
-        carried: The tensors of the incoming states, by the names used in errors.
+        state_tensors: The tensors of the incoming states, by the names used in errors.
     """
 
     inputs: Any
     layout: Layout
-    enters: States
+    states_in: States
     options: Any
     returns_state: bool
-    carried: dict[str, Tensor]
+    state_tensors: dict[str, Tensor]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the inputs and the incoming states."""
         nested = (x if isinstance(x, tuple) else (x,) for x in self.inputs)
         given = (x for x in chain.from_iterable(nested) if isinstance(x, Tensor))
-        return [*given, *self.carried.values()]
+        return [*given, *self.state_tensors.values()]
 
     @property
     def is_learning(self) -> bool:
@@ -151,7 +151,7 @@ class Recurrence(ABC):
         """Return the largest head width that kernels support."""
         return WIDEST_HEAD
 
-    def blamed(self, inputs: Any) -> dict[str, Tensor | None]:
+    def finite_inputs(self, inputs: Any) -> dict[str, Tensor | None]:
         """Return the inputs that must contain neither NaN nor an infinity, by name."""
         return {"q": inputs.q, "k": inputs.k, "v": inputs.v}
 
@@ -206,34 +206,34 @@ def run(
         backend: The backend, or "auto".
         return_state: Whether to return the state. Packed sequences have none.
     """
-    enters, has_one_state = op.incoming(state, layout), op.states is None or layout.continues
-    carried = named_state_tensors(enters, causal=has_one_state)
+    states_in, has_one_state = op.incoming(state, layout), op.states is None or layout.continues
+    state_tensors = named_state_tensors(states_in, causal=has_one_state)
     returns_state = return_state and layout.packing is None
-    call = Call(inputs, layout, enters, options, returns_state, carried)
+    call = Call(inputs, layout, states_in, options, returns_state, state_tensors)
     op.check(call)
     key = choose(op, call, form=form, backend=backend)
-    implementation, made = op.implementations[key], call
+    implementation = op.implementations[key]
     with disable_autocast(inputs.q):
-        made = made._replace(inputs=op.prepared(made, key))
+        call = call._replace(inputs=op.prepared(call, key))
         if layout.restarts:
-            made = made._replace(inputs=op.restarted(made))
-        whole = None
+            call = call._replace(inputs=op.restarted(call))
+        final_states = None
         if layout.ranks is not None and not implementation.carries:
-            enters, whole = op.carried(made)
-            made = made._replace(enters=enters, returns_state=False)
-        o, leaves = implementation.run(made)
-    if holds_nan(o, *carried.values()):
-        blamed = op.blamed(inputs)
+            states_in, final_states = op.carried(call)
+            call = call._replace(states_in=states_in, returns_state=False)
+        o, states_out = implementation.run(call)
+    if holds_nan(o, *state_tensors.values()):
+        finite = op.finite_inputs(inputs)
         if (keep := layout.keep) is not None:  # masked tokens may contain anything
-            for name, x in blamed.items():
+            for name, x in finite.items():
                 if x is not None and x.shape[:2] == keep.shape:
-                    (blamed[name],) = zero_masked(keep, x)
-        check_no_nan(o, *carried.values(), **blamed, **carried)
+                    (finite[name],) = zero_masked(keep, x)
+        check_no_nan(o, *state_tensors.values(), **finite, **state_tensors)
     o = layout.emptied(o).to(inputs.v.dtype)
     if not returns_state:
         return o, None
-    leaves = leaves if whole is None else whole
-    return o, leaves[0] if has_one_state else op.states(*leaves)
+    states_out = states_out if final_states is None else final_states
+    return o, states_out[0] if has_one_state else op.states(*states_out)
 
 
 def write(
@@ -245,16 +245,16 @@ def write(
     """
     given = {name: x for name, x in inputs._asdict().items() if name != "q"}
     check_devices(**{name: x for name, x in given.items() if isinstance(x, Tensor)})
-    enters = op.incoming(state, layout)
-    carried = named_state_tensors(enters, causal=True)
-    call = Call(inputs, layout, enters, options, returns_state=True, carried=carried)
+    states_in = op.incoming(state, layout)
+    state_tensors = named_state_tensors(states_in, causal=True)
+    call = Call(inputs, layout, states_in, options, returns_state=True, state_tensors=state_tensors)
     op.check(call)
     with disable_autocast(inputs.q):
-        made = call._replace(inputs=op.prepared(call, Key("causal", form, "torch")))
-        written = op.written(made)
-    blamed = {name: x for name, x in op.blamed(inputs).items() if name != "q"}
-    check_no_nan(*written, **blamed, **carried)
-    return written
+        call = call._replace(inputs=op.prepared(call, Key("causal", form, "torch")))
+        new_state = op.written(call)
+    finite = {name: x for name, x in op.finite_inputs(inputs).items() if name != "q"}
+    check_no_nan(*new_state, **finite, **state_tensors)
+    return new_state
 
 
 def check_tensors(keep: Any = None, **arguments: tuple[Any, str | tuple[str, ...]]) -> None:
@@ -306,25 +306,27 @@ def check_read(
 def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:
     """Return the implementation that a call runs."""
     layout, direction = call.layout, op.direction(call.layout)
-    known = [
+    supported = [
         key
         for key, implementation in op.implementations.items()
         if key.direction == direction and implementation.fits(layout)
     ]
     form_on = partial(op.form_of, call, form)
     kernel, obstacle = Key(direction, form_on("triton"), "triton"), op.why_no_kernel(call)
-    if kernel in known and not op.implementations[kernel].has_gradients and call.is_learning:
+    if kernel in supported and not op.implementations[kernel].has_gradients and call.is_learning:
         obstacle = f"with form {kernel.form!r}, which has no gradients, expected form 'chunk'"
     if is_transformed(call.tensors):
         obstacle = "under torch.func or forward-mode derivatives, expected backend 'torch'"
     tensors = call.inputs.q, call.inputs.k, call.inputs.v
-    has_kernel = kernel in known and obstacle is None
-    runs_on = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
-    chosen = form_on(runs_on)
+    has_kernel = kernel in supported and obstacle is None
+    chosen_backend = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
+    chosen_form = form_on(chosen_backend)
     limits = ", ".join(layout.limits)
-    check_choice(f"form ({limits})", chosen, ["auto", *dict.fromkeys(key.form for key in known)])
-    pairs = [f"{key.form}/{key.backend}" for key in known]
-    check_choice(f"form/backend ({limits})", f"{chosen}/{runs_on}", pairs)
-    if runs_on == "triton" and obstacle is not None:
+    check_choice(
+        f"form ({limits})", chosen_form, ["auto", *dict.fromkeys(key.form for key in supported)]
+    )
+    pairs = [f"{key.form}/{key.backend}" for key in supported]
+    check_choice(f"form/backend ({limits})", f"{chosen_form}/{chosen_backend}", pairs)
+    if chosen_backend == "triton" and obstacle is not None:
         raise ValueError(f"backend is 'triton' {obstacle}")
-    return Key(direction, chosen, runs_on)
+    return Key(direction, chosen_form, chosen_backend)

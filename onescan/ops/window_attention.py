@@ -49,10 +49,10 @@ def window_attention(
     if keep is None:
         return attend(q, k, v, labels)
     real = keep[:, None, :, None]
-    own, is_real = (x[:, :, k.shape[2] - q.shape[2] :] for x in (v, real))
+    query_values, is_real = (x[:, :, k.shape[2] - q.shape[2] :] for x in (v, real))
     q = q.masked_fill(~is_real, 0)  # 0 times NaN is NaN
     k, v = (x.masked_fill(~real, 0) for x in (k, v))
-    return attend(q, k, v, labels.masked_fill(~keep, -1)).where(is_real, own)
+    return attend(q, k, v, labels.masked_fill(~keep, -1)).where(is_real, query_values)
 
 
 def _attend(
@@ -76,17 +76,17 @@ def _attend(
     count = number_of_chunks(tokens, block)
     before, after = 1, 0 if causal else 1  # neighbors of a block
     padding = count * block - tokens
-    sides = (before * block - cached, padding + after * block)
+    pad = (before * block - cached, padding + after * block)
 
     def windows(x: Tensor) -> Tensor:  # [B, N, H, (before + 1 + after) * C, ...]
         blocks = x.unflatten(2, (before + count + after, block))
         parts = [blocks[:, :, i : i + count] for i in range(before + 1 + after)]
         return torch.cat(parts, dim=3).transpose(1, 2)
 
-    k, v = (windows(F.pad(x, (0, 0, *sides))).flatten(0, 1) for x in (k, v))
-    read = windows(F.pad(labels, sides, value=-1).unsqueeze(1)).squeeze(2)
-    own = F.pad(labels[:, cached:], (0, padding), value=-1).unflatten(1, (count, block))
-    mask = _mask(own, read, before * block, window, causal=causal)
+    k, v = (windows(F.pad(x, (0, 0, *pad))).flatten(0, 1) for x in (k, v))
+    key_labels = windows(F.pad(labels, pad, value=-1).unsqueeze(1)).squeeze(2)
+    query_labels = F.pad(labels[:, cached:], (0, padding), value=-1).unflatten(1, (count, block))
+    mask = _mask(query_labels, key_labels, before * block, window, causal=causal)
     mask = mask.expand(q.shape[0], -1, -1, -1).flatten(0, 1).unsqueeze(1)
     blocks = F.pad(q, (0, 0, 0, padding)).unflatten(2, (count, block)).transpose(1, 2)
     o = F.scaled_dot_product_attention(
@@ -96,8 +96,8 @@ def _attend(
 
 
 def _mask(
-    own: Int[Tensor, "*rows queries"],
-    read: Int[Tensor, "*rows keys"],
+    query_labels: Int[Tensor, "*rows queries"],
+    key_labels: Int[Tensor, "*rows keys"],
     start: int,
     window: int,
     *,
@@ -108,8 +108,10 @@ def _mask(
     The first query has the position of key `start`. Tokens read tokens of the same label; those of
     label -1 read only themselves.
     """
-    t = torch.arange(own.shape[-1], device=own.device).unsqueeze(-1) + start
-    distance = t - torch.arange(read.shape[-1], device=own.device)
+    t = torch.arange(query_labels.shape[-1], device=query_labels.device).unsqueeze(-1) + start
+    distance = t - torch.arange(key_labels.shape[-1], device=query_labels.device)
     is_near = (distance <= window) & (distance >= (0 if causal else -window))
-    is_alike = (own.unsqueeze(-1) == read.unsqueeze(-2)) & (own >= 0).unsqueeze(-1)
-    return (is_near & is_alike) | (distance == 0)
+    is_same = (query_labels.unsqueeze(-1) == key_labels.unsqueeze(-2)) & (
+        query_labels >= 0
+    ).unsqueeze(-1)
+    return (is_near & is_same) | (distance == 0)

@@ -31,7 +31,7 @@ def call_of(tensors, options, *, carried=(), **layout):
     """A call of an op in `onescan.ops.recurrence` with these tensors."""
     named = {f"state.{i}": x for i, x in enumerate(carried)}
     placed = layout_of(tensors.q, **layout)
-    return Call(tensors, placed, (None, None), options, returns_state=True, carried=named)
+    return Call(tensors, placed, (None, None), options, returns_state=True, state_tensors=named)
 
 
 def key_of(op, tensors, options, form="auto", backend="auto", **layout):

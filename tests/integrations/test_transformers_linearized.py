@@ -155,11 +155,79 @@ def test_missing_and_truncated_weights_are_noticed(tmp_path):
     tensors = load_file(path)
     del tensors["bert.encoder.layer.0.attention.self.attention.mixer.in_proj.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lacks weights for linear attention"):
+    with pytest.raises(ValueError, match=r"lacks weights, such as .*layer\.0.*in_proj\.weight"):
         load_linearized(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_linearized(tmp_path)
+
+
+@pytest.mark.parametrize("auto_class", [None, "AutoModel", "AutoModelForTokenClassification"])
+def test_missing_weights_outside_of_attention_are_noticed(auto_class, tmp_path):
+    save_linearized(linear_bert(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {k: x for k, x in load_file(path).items() if "layer.1.output.dense" not in k}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights, such as .*layer\.1\.output\.dense"):
+        load_linearized(tmp_path, auto_class=auto_class)
+
+
+@pytest.mark.filterwarnings("ignore:the linear attention that replaces")
+@pytest.mark.parametrize(("name", "kind"), [("Whisper's encoder", "mel"), ("T5", "text")])
+def test_encoders_of_larger_models_are_saved_by_themselves(name, kind, tmp_path):
+    encoder = build(CASES[name])
+    replace_attention(encoder)
+    save_linearized(encoder, tmp_path)
+    restored, data = load_linearized(tmp_path), inputs(kind)
+    assert torch.equal(first_output(restored(**data)), first_output(encoder(**data)))
+
+
+def test_a_failed_save_leaves_no_folder_with_the_original_config(tmp_path):
+    model = linear_bert()
+
+    class Broken:
+        def save_pretrained(self, _):
+            raise OSError("disk full")
+
+    for processor, error in ((Broken(), OSError), ("bert", ValueError)):
+        with pytest.raises(error):
+            save_linearized(model, tmp_path / "a", processor=processor)
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(ValueError, match="push_to_hub is True, which is not supported here"):
+        save_linearized(model, tmp_path / "a", push_to_hub=True, repo_id="user/a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file', which is a file"):
+        save_linearized(model, tmp_path / "file")
+    save_linearized(model, tmp_path / "a", max_shard_size="20KB")
+    assert (tmp_path / "a" / "model.safetensors.index.json").exists()
+    (tmp_path / "a" / "optimizer.pt").write_text("kept")
+    save_linearized(model, tmp_path / "a")
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"config.json", "model.safetensors", "optimizer.pt"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert torch.equal(load_linearized(tmp_path / "a")(**IDS).logits, model(**IDS).logits)
+
+
+def test_weights_that_transformers_renames_are_not_saved(tmp_path):
+    config = transformers.JinaEmbeddingsV3Config(**TEXT)
+    model = transformers.JinaEmbeddingsV3Model(config)
+    with pytest.warns(UserWarning, match="rotary"):
+        replace_attention(model)
+    with pytest.raises(
+        ValueError, match="transformers renames weights of jina_embeddings_v3 models"
+    ):
+        save_linearized(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_options_of_the_model_are_passed_on(tmp_path):
+    model = linear_bert(exclude=["bert.encoder.layer.1"])
+    save_linearized(model.bfloat16(), tmp_path)
+    restored = load_linearized(tmp_path, dtype="auto", attn_implementation="eager")
+    assert restored.dtype == torch.bfloat16
+    assert restored.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="name is a NoneType, expected a folder"):
+        load_linearized(None)
 
 
 @pytest.mark.slow

@@ -379,11 +379,11 @@ def test_a_model_pools_what_its_last_norm_gave(pool):
         (dict.fromkeys(PARTS, False), "are all False"),
         (
             {"direction": "forward", "separable": True},
-            "direction='forward' goes with separable=False",
+            "direction='forward' requires separable=False",
         ),
         (
             {"direction": "forward", "scheme": "crank_nicolson"},
-            "direction='forward' goes with .*scheme='explicit'",
+            "direction='forward' requires .*scheme='explicit'",
         ),
         ({"form": "fft", "scheme": "crank_nicolson"}, "form is 'fft' with scheme='crank_nicolson'"),
     ],

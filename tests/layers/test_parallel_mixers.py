@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from communication import Communication
 from ranks import assert_same_over_ranks, run_ranks, split
 from torch.func import functional_call
-from traffic import Traffic
 
 from onescan.configs import replace
 from onescan.layers.decays import (
@@ -274,7 +274,7 @@ def test_collectives(over_ranks):
     def check(group):
         def traffic_of(config, shape):
             mixer, x = built(config, len(shape)), rand(B, math.prod(shape), WIDTH)
-            with sequence_parallel(group), Traffic() as traffic:
+            with sequence_parallel(group), Communication() as traffic:
                 mixer(x, Grid(shape))
             return traffic
 

@@ -7,8 +7,8 @@ CAUSAL_MIXERS in causal language models.
 import pytest
 import torch
 import torch.distributed as dist
+from communication import Communication
 from ranks import OneProcess, run_ranks, split
-from traffic import Traffic
 
 import onescan
 from onescan import sequence_parallel
@@ -371,10 +371,10 @@ def test_lengths_are_exchanged_once(tmp_path):
     text, image = built(language_model(CAUSAL)), built(image_model())
 
     def check(group):
-        with Traffic() as traffic, sequence_parallel(group):
+        with Communication() as traffic, sequence_parallel(group):
             text(texts(3))
         assert traffic.calls == ["all_gather"] * 4  # lengths, positions, and one per block
-        with Traffic() as traffic, sequence_parallel(group):
+        with Communication() as traffic, sequence_parallel(group):
             image(rand(B, 1, 4, 6))
         assert traffic.calls == [
             "all_gather",  # lengths

@@ -202,6 +202,14 @@ def test_bert_respects_padding(kind, implementation):
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
+def test_sparse_attention_is_refused():
+    """BigBird switches to other modules, and copies their queries, if a text is short."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BigBirdModel(transformers.BigBirdConfig(vocab_size=11, **SIZES))
+    with pytest.raises(ValueError, match="is sparse attention, whose module changes"):
+        replace_attention(model)
+
+
 def test_decoders_of_bert_are_refused():
     transformers = pytest.importorskip("transformers")
     model = transformers.BertModel(transformers.BertConfig(vocab_size=11, is_decoder=True, **SIZES))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from communication import Communication
 from ranks import TIMEOUT, assert_same_over_ranks, run_ranks, split
-from traffic import Traffic
 
 from onescan.ops import (
     AdditiveDecayState,
@@ -302,7 +302,7 @@ def test_toeplitz_position(over_ranks, columns, bidirectional, width, exchanged)
         shared = {name: rand(axes, *directions, channels, width) for name in COEFFICIENTS}
         lengths, tokens = split(rows, group.size()), {"x": rand(B, rows * columns, channels)}
         options = {"per_position": columns}
-        with Traffic() as traffic:
+        with Communication() as traffic:
             assert_same_over_ranks(op, tokens, shared, lengths, group, **options)
         assert (traffic.calls.count("all_to_all_single") > 1) == exchanged
         if not bidirectional:
@@ -376,7 +376,7 @@ def test_traffic_of_decays_does_not_grow_with_the_length(over_ranks, diagonal):
     def check(group):
         for tokens, causal in [(3, True), (70, True), (3, False), (70, False)]:
             decay = decays(B, tokens, H, K) if diagonal else decays(B, tokens, H)
-            with Traffic() as traffic:
+            with Communication() as traffic:
                 decay_attention(*qkv(tokens).values(), decay, causal=causal, group=group)
             directions = 1 if causal else 2
             numbers = directions * B * H * (K * (V + 1) + factors)
@@ -442,7 +442,7 @@ def test_nodes_exchange_merged_states(tmp_path):
             assert_same_over_ranks(op, inputs(), {}, lengths, group)
             received = []
             for each in grouped if "packed" not in name else ():
-                with Traffic() as traffic:
+                with Communication() as traffic:
                     run(**inputs(), group=each)
                 received.append(traffic.bytes)
             states = node_size - 1 + ranks // node_size - 1  # of other ranks and nodes
@@ -459,7 +459,7 @@ def test_diffusion_moves_the_tokens_within_its_radius(over_ranks):
         for tokens in (4, 70):
             x = rand(B, tokens, H, V)
             ranks = SequenceGroup(group, [tokens] * group.size())
-            with Traffic() as traffic:
+            with Communication() as traffic:
                 linear_diffusion(x, torch.ones(H, 7).double(), torch.ones(H).double(), group=ranks)
             sides = 1 + (0 < ranks.rank < group.size() - 1)
             assert traffic.calls == ["all_to_all_single"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import axes
-import candidates
+import benchmark_cases
 import causal
 import decay
 import decode
@@ -430,7 +430,7 @@ def test_other_packages_are_refused_with_a_reason():
     with pytest.raises(ValueError, match="needs a GPU"):
         call(decay, "fla_two_calls", decay.Options(**OP))
     with pytest.raises(ValueError, match="pip install no-such"):
-        candidates.import_package("no_such.part", "no-such")
+        benchmark_cases.import_package("no_such.part", "no-such")
 
 
 LANGUAGE = {"model_size": "small", "device": "cpu"}
@@ -519,9 +519,9 @@ def test_weights_are_in_the_data_type_and_models_are_compiled_on_request(monkeyp
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
     options = Options(device="meta", dtype="bfloat16")
-    weight = candidates.place(lambda: torch.nn.Linear(2, 3), options).weight
+    weight = benchmark_cases.place(lambda: torch.nn.Linear(2, 3), options).weight
     assert (weight.device.type, weight.dtype, compiled) == ("meta", torch.bfloat16, [])
-    candidates.place(lambda: torch.nn.Linear(2, 3), dataclasses.replace(options, compile=True))
+    benchmark_cases.place(lambda: torch.nn.Linear(2, 3), dataclasses.replace(options, compile=True))
     assert len(compiled) == 1
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import shutil
 
+import add_to_zoo
 import pytest
-import ship
 import torch
 
 import onescan
@@ -32,10 +32,12 @@ WITH_DATA = (
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory):
     """A run of two steps, and the folder made from it."""
-    folder, run = tmp_path_factory.mktemp("ship"), digits()
+    folder, run = tmp_path_factory.mktemp("zoo"), digits()
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=2, warmup=0.0))
     onescan.train(run, folder / "run")
-    card = ship.ship(folder / "run", "digits_lightnet", folder / "zoo" / "digits_lightnet")
+    card = add_to_zoo.add_to_zoo(
+        folder / "run", "digits_lightnet", folder / "zoo" / "digits_lightnet"
+    )
     return folder, card
 
 
@@ -182,9 +184,9 @@ def test_shipped_folder_loads_with_rounded_weights(shipped):
 def test_another_recipe_is_refused(shipped):
     folder, _ = shipped
     with pytest.raises(ValueError, match="is a run of 'digits', expected 'cifar10_lightnet'"):
-        ship.ship(folder / "run", "cifar10_lightnet", folder / "other")
+        add_to_zoo.add_to_zoo(folder / "run", "cifar10_lightnet", folder / "other")
 
 
 def test_infinite_weights_are_refused():
     with pytest.raises(ValueError, match="head does not fit into float16: 7e\\+04"):
-        ship._half("head", torch.tensor([7e4]))
+        add_to_zoo._half("head", torch.tensor([7e4]))

@@ -49,7 +49,7 @@ class Maps:
     def __len__(self) -> int:
         return len(self.y)
 
-    def __getitem__(self, places: Int[Tensor, " B"]) -> Shaped[Tensor, "B *_"]:
+    def __getitem__(self, indices: Int[Tensor, " B"]) -> Shaped[Tensor, "B *_"]:
         """Read the maps of some examples.
 
         Returns:
@@ -57,10 +57,10 @@ class Maps:
             [B, V, *sides] as floats, NaN where they are not known. If examples have different
             sizes, the sides are the largest of the batch.
         """
-        maps = self._stored(self.y[places.numpy()])
+        maps = self._stored(self.y[indices.numpy()])
         if self.sizes is None:
             return maps
-        real = torch.from_numpy(real_positions(self.sizes[places.numpy()]))
+        real = torch.from_numpy(real_positions(self.sizes[indices.numpy()]))
         inside: Any = (..., *map(slice, real.shape[1:]))
         maps = maps[inside]
         if self.kind == "class_map":
@@ -76,22 +76,22 @@ class Maps:
             if self.ignore_index is not None:
                 classes[classes == self.ignore_index] = IGNORED
             return classes
-        kept = native_type(y.dtype) if y.dtype.kind == "f" else np.dtype(np.float64)
-        values = torch.from_numpy(y.astype(np.promote_types(kept, np.float32)))
+        dtype = native_type(y.dtype) if y.dtype.kind == "f" else np.dtype(np.float64)
+        values = torch.from_numpy(y.astype(np.promote_types(dtype, np.float32)))
         if self.layout == "alone":
             return values.unsqueeze(1)
         return values if self.layout == "first" else values.movedim(-1, 1).contiguous()
 
-    def chunks(self, places: Int[Tensor, " part"]) -> Iterator[Shaped[Tensor, "B *_"]]:
+    def chunks(self, indices: Int[Tensor, " part"]) -> Iterator[Shaped[Tensor, "B *_"]]:
         """Yield the maps of some examples, in parts that fit into memory."""
         size = max(1, CHUNK // max(self.y[0].size, 1))
-        for first in range(0, len(places), size):
-            yield self[places[first : first + size]]
+        for first in range(0, len(indices), size):
+            yield self[indices[first : first + size]]
 
-    def count(self, places: Int[Tensor, " part"], outputs: int) -> Counts:
+    def count(self, indices: Int[Tensor, " part"], outputs: int) -> Counts:
         """Count the positions of each class, or those where each value is known."""
         total = torch.zeros(outputs, dtype=torch.long)
-        for chunk in self.chunks(places):
+        for chunk in self.chunks(indices):
             total += (
                 chunk[chunk != IGNORED].bincount(minlength=outputs)
                 if self.kind == "class_map"
@@ -99,19 +99,19 @@ class Maps:
             )
         return total
 
-    def positions(self, places: Int[Tensor, " part"]) -> int:
+    def positions(self, indices: Int[Tensor, " part"]) -> int:
         """Count the positions of some examples, without padding."""
         if self.sizes is not None:
-            return int(self.sizes[places.numpy()].prod(axis=1).sum())
+            return int(self.sizes[indices.numpy()].prod(axis=1).sum())
         values = {"alone": 1, "first": self.y.shape[1], "last": self.y.shape[-1]}[self.layout]
-        return len(places) * math.prod(self.y.shape[1:]) // values
+        return len(indices) * math.prod(self.y.shape[1:]) // values
 
-    def fit(self, places: Int[Tensor, " part"]) -> Target:
+    def fit(self, indices: Int[Tensor, " part"]) -> Target:
         """Return the target that standardizes the known values of some examples.
 
         Constant values are only centered, and values that are never known are left as they are.
         """
-        mean, std = mean_and_std(x.transpose(0, 1).flatten(1) for x in self.chunks(places))
+        mean, std = mean_and_std(x.transpose(0, 1).flatten(1) for x in self.chunks(indices))
         std = divisors(mean, std)
         return Target(kind="value_map", mean=tuple(mean.tolist()), std=tuple(std.tolist()))
 
@@ -246,13 +246,13 @@ def count_classes(
 def _classes(where: str, maps: Maps) -> list[int]:
     """Return the classes that occur."""
     present: set[int] = set()
-    for at, chunk in _indexed(maps):
+    for start, chunk in _indexed(maps):
         wrong = (chunk != IGNORED) & ((chunk < 0) | (chunk >= MAX_CLASSES))
         if bool(wrong.any()):
-            row, *place = wrong.nonzero()[0].tolist()
+            row, *position = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"{where}[{', '.join(map(str, (at + row, *place)))}] is "
-                f"{int(chunk[(row, *place)])}, expected classes from 0 to {MAX_CLASSES - 1}; "
+                f"{where}[{', '.join(map(str, (start + row, *position)))}] is "
+                f"{int(chunk[(row, *position)])}, expected classes from 0 to {MAX_CLASSES - 1}; "
                 "--data.ignore-index sets the value of positions without a class"
             )
         present |= set(chunk[chunk != IGNORED].bincount().nonzero().flatten().tolist())
@@ -264,9 +264,9 @@ def _count_values(where: str, maps: Mapping[str, Maps]) -> int:
     sizes = {}
     for name, part in maps.items():
         is_known = False
-        for at, chunk in _indexed(part):
+        for start, chunk in _indexed(part):
             if bool((infinite := chunk.isinf()).any()):
-                row = at + int(infinite.nonzero()[0, 0])
+                row = start + int(infinite.nonzero()[0, 0])
                 raise ValueError(
                     f"{where} {name}[{row}] has infinite values, expected finite values, or NaN "
                     "where the value is unknown"
@@ -276,19 +276,19 @@ def _count_values(where: str, maps: Mapping[str, Maps]) -> int:
         if not is_known:
             raise ValueError(f"{where} {name} holds only NaN, expected at least one value")
     if len(set(sizes.values())) > 1:
-        found = " and ".join(f"{count} in {name}" for name, count in sizes.items())
+        described = " and ".join(f"{count} in {name}" for name, count in sizes.items())
         raise ValueError(
-            f"{where} the number of values per position is {found}, expected the same in both"
+            f"{where} the number of values per position is {described}, expected the same in both"
         )
     return next(iter(sizes.values()))
 
 
 def _indexed(part: Maps) -> Iterator[tuple[int, Tensor]]:
     """Yield all maps in parts, each with the index of its first example."""
-    at = 0
+    start = 0
     for chunk in part.chunks(torch.arange(len(part))):
-        yield at, chunk
-        at += len(chunk)
+        yield start, chunk
+        start += len(chunk)
 
 
 def map_note(outputs: int, maps: Sequence[Maps]) -> str:

@@ -15,7 +15,7 @@ from onescan.inputs.targets import Target, TargetKind, value_target
 from onescan.messages import plural
 
 Array = Shaped[np.ndarray, "N *_"]  # any type
-Places = Int[Tensor, " part"]
+Indices = Int[Tensor, " part"]
 Rows = Float[Tensor, "rows outputs"]  # float64 values, or labels of 0 and 1
 
 COLUMNS = ("path", "labels")
@@ -35,7 +35,7 @@ def infer_kind(y: Array, sides: tuple[int, ...]) -> TargetKind:
     if y.dtype.kind == "f":
         return "value"
     is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
-    if is_table and y.dtype.kind in "iub" and _odd_row(y) is None:
+    if is_table and y.dtype.kind in "iub" and _first_not_binary(y) is None:
         return "multilabel"
     return "class"
 
@@ -65,7 +65,7 @@ def read_kind(
             f"position: {(len(y), *sides)}"
         )
     is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
-    if found == "class" and is_table and (odd := _odd_row(y)) is not None:
+    if found == "class" and is_table and (odd := _first_not_binary(y)) is not None:
         raise ValueError(
             f"{where} {name} has shape {y.shape}, and {_at(name, odd)} is {y[odd]}; expected one "
             "class per example, 0 and 1 for several labels, or floats for values (--data.target "
@@ -80,7 +80,7 @@ def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> st
     note = f"y is read as {plural(outputs, read)} per example"
     if kind == "multilabel":
         return f"{note}; {CHANGE} value"
-    if outputs > 1 and all(_odd_row(y) is None for y in arrays.values()):
+    if outputs > 1 and all(_first_not_binary(y) is None for y in arrays.values()):
         return f"{note}, although all are 0 or 1; {CHANGE} multilabel"
     if outputs == 1 and all((y == np.floor(y)).all() for y in arrays.values()):
         return f"{note}, although all are whole numbers; if they are classes, save y.astype(int)"
@@ -131,7 +131,7 @@ def read_rows(
                 f"{where} {_at(name, place)} is {values[place]}, expected a finite number; remove "
                 "examples whose values or labels are missing"
             )
-        if kind == "multilabel" and (odd := _odd_row(y)) is not None:
+        if kind == "multilabel" and (odd := _first_not_binary(y)) is not None:
             raise ValueError(f"{where} {_at(name, odd)} is {y[odd]}, expected 0 or 1")
         rows.append(torch.from_numpy(values.reshape(count, -1).copy()))
     outputs = rows[0].shape[1]
@@ -156,22 +156,22 @@ def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str,
     return names
 
 
-def fit_target(kind: TargetKind, labels: Any, places: Places) -> Target:
+def fit_target(kind: TargetKind, labels: Any, indices: Indices) -> Target:
     """Return the target of a kind; values are standardized as those of the given examples."""
     if isinstance(labels, Maps):
-        return labels.fit(places) if kind == "value_map" else Target(kind=kind)
-    return value_target(labels[places]) if kind == "value" else Target(kind=kind)
+        return labels.fit(indices) if kind == "value_map" else Target(kind=kind)
+    return value_target(labels[indices]) if kind == "value" else Target(kind=kind)
 
 
 def target_notes(
-    kind: TargetKind, labels: Any, places: Places, names: Sequence[str], part: str
+    kind: TargetKind, labels: Any, indices: Indices, names: Sequence[str], part: str
 ) -> list[str]:
     """Return notes on what the targets of some examples lack.
 
     Args:
         kind: Kind of the targets.
         labels: Targets of all examples, as `ArrayDataset` has them.
-        places: The examples.
+        indices: The examples.
         names: Names of the outputs.
         part: What the examples are called: "training" or "test".
 
@@ -179,19 +179,19 @@ def target_notes(
         ValueError: If they are maps in which no position has a class or value.
     """
     if isinstance(labels, Maps):
-        return _map_notes(labels, places, names, part)
-    of_part = labels[places]
+        return _map_notes(labels, indices, names, part)
+    of_part = labels[indices]
     if kind == "class":
         return missing_classes_note(of_part, names, part=part)
     note = constant_values_notes if kind == "value" else missing_labels_notes
     return note(of_part, names, part)
 
 
-def _map_notes(labels: Maps, places: Places, names: Sequence[str], part: str) -> list[str]:
+def _map_notes(labels: Maps, indices: Indices, names: Sequence[str], part: str) -> list[str]:
     """Return notes on the positions without a class or value, and on classes without positions."""
     is_class = labels.kind == "class_map"
-    counts, what = labels.count(places, len(names)), "class" if is_class else "value"
-    known, total = int(counts.sum()), labels.positions(places) * (1 if is_class else len(names))
+    counts, what = labels.count(indices, len(names)), "class" if is_class else "value"
+    known, total = int(counts.sum()), labels.positions(indices) * (1 if is_class else len(names))
     if not known:
         raise ValueError(f"no position of the {part} examples has a {what}, expected at least one")
     share = f"{part} positions without a {what}: {1 - known / total:.1%}"
@@ -202,23 +202,29 @@ def _map_notes(labels: Maps, places: Places, names: Sequence[str], part: str) ->
 
 def missing_labels_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:
     """Return a note on the labels that no example of a part has, if there are any."""
-    found = rows.any(dim=0).tolist()
-    missing = [name for name, is_found in zip(names, found, strict=True) if not is_found]
+    occurs = rows.any(dim=0).tolist()
+    missing = [name for name, has_examples in zip(names, occurs, strict=True) if not has_examples]
     return [f"labels without {part} examples: {listed(missing)}"] if missing else []
 
 
 def constant_values_notes(rows: Rows, names: Sequence[str], part: str) -> list[str]:
     """Return a note on the values that are the same in all examples of a part, if there are any."""
     constant = (rows == rows[:1]).all(dim=0).tolist()
-    same = [name for name, is_same in zip(names, constant, strict=True) if is_same]
-    return [f"values that are the same in all {part} examples: {listed(same)}"] if same else []
+    constant_names = [
+        name for name, is_constant in zip(names, constant, strict=True) if is_constant
+    ]
+    return (
+        [f"values that are the same in all {part} examples: {listed(constant_names)}"]
+        if constant_names
+        else []
+    )
 
 
-def _odd_row(y: Array) -> tuple[Any, ...] | None:
+def _first_not_binary(y: Array) -> tuple[Any, ...] | None:
     """Return the index of the first entry that is neither 0 nor 1, if there is one."""
     odd = np.argwhere((y != 0) & (y != 1))
     return tuple(odd[0].tolist()) if len(odd) else None
 
 
-def _at(name: str, place: Sequence[int]) -> str:
-    return f"{name}[{', '.join(map(str, place))}]"
+def _at(name: str, index: Sequence[int]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]"

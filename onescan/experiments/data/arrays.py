@@ -190,7 +190,7 @@ class ArrayDatasetConfig(DataConfig):
                 if classes is None
                 else stratified_split(classes, **how)
             )
-            train, test = (replace(sets[0], places=places) for places in parts)
+            train, test = (replace(sets[0], places=indices) for indices in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
         try:
             format = self._format(train, sets)
@@ -261,12 +261,12 @@ class ArrayDatasetConfig(DataConfig):
     ) -> list[str]:
         """Describe arrays and files that are not used, and labels that are converted."""
         used = {f"{name}{suffix}" for name in ("x", "y", LENGTHS) for suffix in suffixes}
-        place = Path(self.path).expanduser()
-        files = [file.name for file in place.iterdir()] if place.is_dir() else []
+        path = Path(self.path).expanduser()
+        files = [file.name for file in path.iterdir()] if path.is_dir() else []
         others = [name for name in files if not name.startswith(".") and name[-4:] != ".npy"]
         notes = [
-            f"{what} not used: {listed(sorted(names))}"
-            for what, names in (("arrays", set(arrays) - used), ("files", others))
+            f"{source} not used: {listed(sorted(names))}"
+            for source, names in (("arrays", set(arrays) - used), ("files", others))
             if names
         ]
         are_bools = any(self._array(arrays, f"y{suffix}").dtype == bool for suffix in suffixes)
@@ -294,9 +294,9 @@ class ArrayDatasetConfig(DataConfig):
         arrays = _open(self.path)
         name = "x_train" if "x_train" in arrays else "x"
         if name not in arrays:
-            found = ", ".join(sorted(arrays)) or "none"
+            names = ", ".join(sorted(arrays)) or "none"
             raise ValueError(
-                f"data.path is {self.path!r}, which has no array x; found: {found}. A folder holds "
+                f"data.path is {self.path!r}, which has no array x; found: {names}. A folder holds "
                 "x.npy and y.npy or, for segmentation, folders images and masks"
             )
         shape = self._array(arrays, name).shape[1:]
@@ -326,9 +326,9 @@ class ArrayDatasetConfig(DataConfig):
         if "axes" not in given and len(shape) > 1:
             few = next((i for i in (-1, 0) if shape[i] < FEW or shape[i] * FEW <= max(shape)), None)
             if few is not None:
-                place = "last axis" if few else "first axis"
+                channel_axis = "last axis" if few else "first axis"
                 flag = "" if few else " --data.channels-first"
-                hint += f"; if the {place} holds channels, pass --data.axes {axes - 1}{flag}"
+                hint += f"; if the {channel_axis} holds channels, pass --data.axes {axes - 1}{flag}"
         return config, hint
 
     def _map_sides(self, arrays: Mapping[str, "_Open"], name: str) -> tuple[int, ...]:
@@ -343,10 +343,10 @@ class ArrayDatasetConfig(DataConfig):
         """Open x and y of a split, and check x and the length of y."""
         for name in (f"x{suffix}", f"y{suffix}"):
             if name not in arrays:
-                found = ", ".join(sorted(arrays)) or "none"
+                names = ", ".join(sorted(arrays)) or "none"
                 raise ValueError(
                     f"data.path is {self.path!r}, which has no array {name}, expected x and y, or "
-                    f"x_train, y_train, x_test and y_test; found: {found}"
+                    f"x_train, y_train, x_test and y_test; found: {names}"
                 )
         x, y = (self._array(arrays, f"{name}{suffix}") for name in "xy")
         where = f"data.path is {self.path!r}, where"
@@ -368,15 +368,15 @@ class ArrayDatasetConfig(DataConfig):
     ) -> list[Sizes | None]:
         """Return the sizes of the examples of each split; None if there are no lengths."""
         names = [f"{LENGTHS}{suffix}" for suffix in suffixes]
-        known = (LENGTHS, *(f"{LENGTHS}_{split}" for split in SPLITS))
-        found = [name for name in known if name in arrays]
-        if not found:
+        allowed = (LENGTHS, *(f"{LENGTHS}_{split}" for split in SPLITS))
+        given = [name for name in allowed if name in arrays]
+        if not given:
             return [None] * len(inputs)
         where = f"data.path is {self.path!r}, where"
-        if set(found) != set(names):
-            beside = " and ".join(f"x{suffix}" for suffix in suffixes)
+        if set(given) != set(names):
+            examples = " and ".join(f"x{suffix}" for suffix in suffixes)
             raise ValueError(
-                f"{where} {' and '.join(found)} is beside {beside}, expected "
+                f"{where} the lengths of {examples} are in {' and '.join(given)}, expected "
                 f"{' and '.join(names)}, or no lengths"
             )
         sides = [_sides(x.shape[1:], self.axes, channels_first=self.channels_first) for x in inputs]
@@ -445,14 +445,14 @@ class ArrayDatasetConfig(DataConfig):
         where = f"data.path is {self.path!r}, where {name}"
         if y.dtype.kind != "U":
             raise ValueError(f"{where} holds {y.dtype}, expected strings as in y_train")
-        places = {label: place for place, label in enumerate(classes)}
+        indices = {label: index for index, label in enumerate(classes)}
         for row, label in enumerate(y.tolist()):
             if not label.strip():
                 raise ValueError(f"{where}[{row}] is {label!r}, expected the name of a class")
-            if label not in places:
+            if label not in indices:
                 known = listed(list(map(repr, classes)))
                 raise ValueError(f"{where}[{row}] is {label!r}, expected one of {known}")
-        return np.array([places[label] for label in y.tolist()])
+        return np.array([indices[label] for label in y.tolist()])
 
     def _format(
         self, train: "ArrayDataset", sets: Sequence["ArrayDataset"]
@@ -515,7 +515,7 @@ class ArrayDataset(ImageSet):
 
     x: Array
     labels: Targets
-    places: Int[Tensor, " places"]
+    places: Int[Tensor, " examples"]
     axes: int
     channels_first: bool = False
     dtype: Any = np.float32
@@ -547,9 +547,9 @@ class ArrayDataset(ImageSet):
         Raises:
             ValueError: If a value is not finite; names the example.
         """
-        places = self.places[[example.source for example in examples]]
-        values, *keep = self._values(places.numpy())
-        return LoadedBatch((values, self.labels[places], *keep))
+        indices = self.places[[example.source for example in examples]]
+        values, *keep = self._values(indices.numpy())
+        return LoadedBatch((values, self.labels[indices], *keep))
 
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return mean and standard deviation of each channel; 1 for a constant channel.
@@ -558,11 +558,11 @@ class ArrayDataset(ImageSet):
             ValueError: If a value is not finite; names the example. If x holds large integers that
                 differ by too little.
         """
-        whole = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
+        wide = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
 
         def channels() -> Iterator[Tensor]:
             for chunk in self._chunks():
-                values, *keep = whole._values(self.places[chunk.start : chunk.stop].numpy())
+                values, *keep = wide._values(self.places[chunk.start : chunk.stop].numpy())
                 by_channel = values.double().transpose(0, 1)
                 yield by_channel[:, keep[0]] if keep else by_channel.flatten(1)
 
@@ -585,9 +585,9 @@ class ArrayDataset(ImageSet):
 
     def _chunks(self) -> list[range]:
         size = max(1, CHUNK // self.x[0].size)
-        return [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
-    def _values(self, places: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    def _values(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Read examples with channels first: bytes as they are, other types as `dtype`.
 
         Returns:
@@ -596,20 +596,20 @@ class ArrayDataset(ImageSet):
         Raises:
             ValueError: If a value is not finite; names the example.
         """
-        own = self.share.slice(self.shape[1])
+        shard = self.share.slice(self.shape[1])
         if self.share.size == 1:
-            values = self.x[places]  # faster than with slices
+            values = self.x[indices]  # faster than with slices
         elif self.channels_first and self.x.ndim == self.axes + 2:
-            values = self.x[places, :, own]
+            values = self.x[indices, :, shard]
         else:
-            values = self.x[places, own]
+            values = self.x[indices, shard]
         if values.ndim == self.axes + 1:
             values = values[:, None]
         elif not self.channels_first:
             values = np.moveaxis(values, -1, 1)
         keep: tuple[Tensor, ...] = ()
         if self.sizes is not None:
-            real = real_positions(self.sizes[places])
+            real = real_positions(self.sizes[indices])
             inside: Any = (..., *map(slice, real.shape[1:]))
             values = np.where(real[:, None], values[inside], values.dtype.type(0))
             keep = (torch.from_numpy(real),)
@@ -617,7 +617,7 @@ class ArrayDataset(ImageSet):
             values = values.astype(self.dtype or native_type(values.dtype))
         tensor = torch.from_numpy(values)
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            row = int(places[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
+            row = int(indices[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
             raise NotFiniteError(
                 f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
             )
@@ -653,10 +653,10 @@ def read_inputs(
     Raises:
         ValueError: If there is no such file, it is damaged, or x has another shape or type.
     """
-    place = Path(path).expanduser()
-    if not place.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise ValueError(f"there is no file {path}")
-    arrays = {"x": _opens_file(place)} if place.suffix == ".npy" else _open(path)
+    arrays = {"x": _opens_file(file)} if file.suffix == ".npy" else _open(path)
     others = arrays.keys() - {LENGTHS}
     name = next(iter(others)) if len(others) == 1 else "x"
     if name not in arrays:
@@ -686,8 +686,8 @@ def read_inputs(
             if channels == format.channels and (any_size or tuple(sides) == shape):
                 if lengths is None:
                     return data
-                read = read_sizes(f"{path}:", LENGTHS, lengths, len(x), sides)
-                return replace(data, sizes=read)
+                example_sizes = read_sizes(f"{path}:", LENGTHS, lengths, len(x), sides)
+                return replace(data, sizes=example_sizes)
     sizes = ", ".join("any size" if any_size else str(size) for size in shape)
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
     if format.channels == 1:
@@ -715,23 +715,23 @@ _Open = Callable[[], Array]
 
 def _open(path: str) -> dict[str, _Open]:
     """Return functions that open the arrays of a file or folder, by name."""
-    place = Path(path).expanduser()
-    if not place.exists():
+    source = Path(path).expanduser()
+    if not source.exists():
         raise ValueError(f"data.path is {path!r}: there is no such file or folder")
-    if place.is_dir():
-        return {file.stem: _opens_file(file) for file in sorted(place.glob("*.npy"))}
-    if place.suffix != ".npz":
+    if source.is_dir():
+        return {file.stem: _opens_file(file) for file in sorted(source.glob("*.npy"))}
+    if source.suffix != ".npz":
         raise ValueError(
             f"data.path is {path!r}, expected a .npz file or a folder of .npy files; "
             "docs/howto/own_data.md shows how to convert CSV files"
         )
     try:
-        with zipfile.ZipFile(place) as archive:
+        with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
     except DAMAGE as error:
         raise ValueError(f"data.path is {path!r}, which cannot be read: {error}") from error
     return {
-        info.filename.removesuffix(".npy"): _opens_member(place, info)
+        info.filename.removesuffix(".npy"): _opens_member(source, info)
         for info in members
         if info.filename.endswith(".npy")
     }

@@ -232,11 +232,14 @@ class Subset(DataSet):
     ) -> Iterator[tuple[Example, DataState | None]]:
         """Yield the chosen examples; a stream is read to its end."""
         if seed is not None or options:
-            raise ValueError(f"seed is {seed} and options are {options}, expected none of them")
-        chosen = {i * len(self.whole) // len(self) for i in range(len(self))}
-        for place, each in enumerate(self.whole.examples(seed=None)):
-            if place in chosen:
-                yield each
+            raise ValueError(
+                f"seed is {seed} and options are {options}, but a subset is only read in stored "
+                "order"
+            )
+        selected = {i * len(self.whole) // len(self) for i in range(len(self))}
+        for index, example in enumerate(self.whole.examples(seed=None)):
+            if index in selected:
+                yield example
 
 
 class HeldOutError(ValueError):
@@ -273,14 +276,14 @@ def stratified_split(
         )
     if not classes <= held_out <= count - classes:
         target = classes if held_out < classes else count - classes
-        near = round(target / count, 4)
-        near = near if math.ceil(near * count) == target else (target - 0.5) / count
-        most = count - classes
-        allowed = f"{classes} to {most}" if classes < most else f"{classes}"
+        nearest = round(target / count, 4)
+        nearest = nearest if math.ceil(nearest * count) == target else (target - 0.5) / count
+        largest = count - classes
+        allowed = f"{classes} to {largest}" if classes < largest else f"{classes}"
         raise HeldOutError(
             f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
-            f"expected {allowed}, an example of each class in both parts, as with {near:.4g}",
-            fraction=near,
+            f"expected {allowed}, an example of each class in both parts, as with {nearest:.4g}",
+            fraction=nearest,
         )
     train, test = train_test_split(
         range(count), test_size=fraction, random_state=seed, stratify=labels.numpy()

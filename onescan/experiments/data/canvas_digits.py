@@ -160,9 +160,9 @@ class DigitImages(ImageSet):
         return len(self.labels)
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
-        places = torch.tensor([example.source for example in examples], dtype=torch.long)
-        background, ink = self.backgrounds(examples), self.ink[places]
-        labels = self.labels[places]
+        indices = torch.tensor([example.source for example in examples], dtype=torch.long)
+        background, ink = self.backgrounds(examples), self.ink[indices]
+        labels = self.labels[indices]
         target = self._masks(ink, background) if self.config.masks else labels
         return LoadedBatch((self._draw(ink, background), target))
 
@@ -206,7 +206,7 @@ class DigitImages(ImageSet):
         """Draw the digits on the textures by adding the brightness of their strokes."""
         brightest = WHITE - round(self.config.texture_contrast * WHITE)
         texture = background.texture.clone()
-        texture[self._places(background)] += self._enlarged(ink.int() * brightest // INK)
+        texture[self._digit_pixels(background)] += self._enlarged(ink.int() * brightest // INK)
         return rearrange(texture.byte(), "b h w -> b 1 h w")
 
     def _masks(
@@ -214,14 +214,14 @@ class DigitImages(ImageSet):
     ) -> Int[Tensor, "B height width"]:
         """Return 1 for pixels of strokes, and 0 for those of the background."""
         masks = torch.zeros(background.texture.shape, dtype=torch.long)
-        masks[self._places(background)] = self._enlarged((2 * ink.int() >= INK).int()).long()
+        masks[self._digit_pixels(background)] = self._enlarged((2 * ink.int() >= INK).int()).long()
         return masks
 
     def _enlarged(self, digits: Int32[Tensor, "B 8 8"]) -> Int32[Tensor, "B size size"]:
         scale = self.config.scale
         return digits.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2)
 
-    def _places(self, background: Background) -> tuple[Tensor, Tensor, Tensor]:
+    def _digit_pixels(self, background: Background) -> tuple[Tensor, Tensor, Tensor]:
         """Return the indices of the pixels that the digits cover."""
         inside = torch.arange(self.config.digit_size)
         rows = background.top[:, None, None] + inside[:, None]

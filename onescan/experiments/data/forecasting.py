@@ -176,11 +176,11 @@ class WindowSet(DataSet):
         """
         first = torch.tensor(steps, dtype=torch.long)
         origin = first + self.context
-        known = torch.nn.functional.pad((~self.values.isnan()).cumsum(dim=-1), (1, 0))
-        past = known[..., origin] - known[..., first]
-        future = known[..., origin + self.horizon] - known[..., origin]
-        series, place = ((past > 0) & (future > 0)).any(dim=1).nonzero(as_tuple=True)
-        return replace(self, starts=torch.stack([series, first[place]], dim=1))
+        observed = torch.nn.functional.pad((~self.values.isnan()).cumsum(dim=-1), (1, 0))
+        past = observed[..., origin] - observed[..., first]
+        future = observed[..., origin + self.horizon] - observed[..., origin]
+        series, index = ((past > 0) & (future > 0)).any(dim=1).nonzero(as_tuple=True)
+        return replace(self, starts=torch.stack([series, first[index]], dim=1))
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch."""

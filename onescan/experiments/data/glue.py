@@ -194,9 +194,11 @@ def _read_table(
                         f"{plural(len(cells), 'cell')} between tabs, expected {len(columns)}: "
                         f"{', '.join(columns)}"
                     )
-                named = dict(zip(columns, cells, strict=True))
-                texts = [named[name] for name in problem.texts]
-                rows.append(_row(problem, texts, named[problem.label], labels, " or ".join(labels)))
+                values = dict(zip(columns, cells, strict=True))
+                texts = [values[name] for name in problem.texts]
+                rows.append(
+                    _row(problem, texts, values[problem.label], labels, " or ".join(labels))
+                )
             except ValueError as error:
                 failures.append(f"{path}, line {number}: {error}")
                 if on_error == "raise" or (number == 1 and not problem.columns):
@@ -243,25 +245,25 @@ def _read_hub(name: str, task: GlueTask, problem: GlueProblem, split: str) -> li
             f"there: {first_line(error.__cause__ or error)}"
         ) from error
     columns = (*(problem.hub_texts or problem.texts), "label")
-    place = f"{name}, {task}, {split}"
+    location = f"{name}, {task}, {split}"
     rows, labels = [], range(len(problem.class_names))
     try:
         _check_columns(columns, table.column_names)
         cells = zip(*(table[column][:] for column in columns), strict=True)
         for number, (*texts, label) in enumerate(cells):
-            place = f"{name}, {task}, row {number} of {split}"
+            location = f"{name}, {task}, row {number} of {split}"
             texts = [text or "" for text in texts]
             rows.append(_row(problem, texts, label, labels, f"0 to {len(labels) - 1}"))
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
     return rows
 
 
 def find_folder(path: Path, task: GlueTask, problem: GlueProblem) -> Path:
     """Find a task's folder in the archive, by its title or name, or at `path` itself."""
     names = (problem.title.lower(), task)
-    found = [each for each in sorted(path.iterdir()) if each.name.lower() in names]
-    for folder in [*found, path]:
+    folders = [folder for folder in sorted(path.iterdir()) if folder.name.lower() in names]
+    for folder in [*folders, path]:
         if (folder / "train.tsv").is_file():
             return folder
     raise ValueError(
@@ -287,8 +289,8 @@ class GlueSet(SequenceSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def example(self, place: int) -> LabelledSequence:
-        texts, label = self.rows[place]
+    def example(self, index: int) -> LabelledSequence:
+        texts, label = self.rows[index]
         tokens, first = self.encoder.encode(*texts)
         return LabelledSequence(tokens, label, first)
 

@@ -137,8 +137,8 @@ class ImageDatasetConfig(DataConfig):
         if isinstance(train := sets["train"], ImageDataset):
             for part, data in (("training", train), ("test", sets["test"])):
                 if isinstance(data, ImageDataset):
-                    held = data.labels[data.places]
-                    notes += missing_classes_note(held, classes.names, part=part)
+                    labels = data.labels[data.places]
+                    notes += missing_classes_note(labels, classes.names, part=part)
             notes += describe_images(train)
         return ImageSplits(
             train=train,
@@ -212,15 +212,15 @@ class ImageDatasetConfig(DataConfig):
             for role, table in tables.items()
         }
         if "test" not in sets:
-            whole = sets["train"]
+            train = sets["train"]
             parts = stratified_split(
-                whole.labels, fraction=self.test_fraction, seed=self.split_seed
+                train.labels, fraction=self.test_fraction, seed=self.split_seed
             )
             sets = {
-                role: replace(whole, places=places)
-                for role, places in zip(("train", "test"), parts, strict=True)
+                role: replace(train, places=indices)
+                for role, indices in zip(("train", "test"), parts, strict=True)
             }
-            notes.append(held_out_note(len(sets["test"]), len(whole)))
+            notes.append(held_out_note(len(sets["test"]), len(train)))
         return {**sets}, classes
 
     def _open_streams(
@@ -355,19 +355,19 @@ class Classes:
     are_text: bool = False
 
     @cached_property
-    def places(self) -> dict[Any, int]:
+    def indices(self) -> dict[Any, int]:
         """The class index of each possible label."""
         numbers = range(len(self.names))
         return dict(zip(self.names if self.are_text else numbers, numbers, strict=True))
 
-    def place(self, label: Any, row: str) -> int:
+    def index(self, label: Any, row: str) -> int:
         """Return the class index of a row's label.
 
         Raises:
             ValueError: If there is no label, or it belongs to no class.
         """
-        if label in self.places:
-            return self.places[label]
+        if label in self.indices:
+            return self.indices[label]
         if label is None:
             raise ValueError(f"{row} has no label")
         expected = (
@@ -381,8 +381,8 @@ class Classes:
         Raises:
             ValueError: If a label is missing or belongs to no class; names the row.
         """
-        places = (self.place(label, f"row {row} of {split}") for row, label in enumerate(labels))
-        return torch.tensor(list(places), dtype=torch.long)
+        indices = (self.index(label, f"row {row} of {split}") for row, label in enumerate(labels))
+        return torch.tensor(list(indices), dtype=torch.long)
 
 
 def find_classes(
@@ -406,20 +406,20 @@ def find_classes(
         ValueError: If neither gives names, both give different ones, there are too few classes,
             or a label is too large for a class.
     """
-    known = tuple(getattr(feature, "names", None) or ())
-    if known and names and known != names:
+    declared = tuple(getattr(feature, "names", None) or ())
+    if declared and names and declared != names:
         raise ValueError(
-            f"data.class_names is {names}, but the classes of the data are {known}; an empty "
+            f"data.class_names is {names}, but the classes of the data are {declared}; an empty "
             "data.class_names takes them from the data, and onescan train image_classifier infers "
             "all such settings"
         )
-    if labels is None and not (known or names):
+    if labels is None and not (declared or names):
         raise ValueError(
             "data.class_names is (), expected names: a stream does not declare its classes"
         )
-    present = set(known or names) if labels is None else set(labels) - {None}
+    present = set(declared or names) if labels is None else set(labels) - {None}
     are_text = getattr(feature, "dtype", "") in ("string", "large_string")
-    classes = Classes(known or names or _names_of(present), are_text)
+    classes = Classes(declared or names or _names_of(present), are_text)
     if min(len(classes.names), len(present)) < least:
         raise ValueError(
             f"data.path is {path!r}, where the training images are all of one class, expected two "
@@ -458,7 +458,7 @@ class ImageDataset(ImageSet):
     decodes = True
     table: ImageTable
     labels: Labels
-    places: Int[Tensor, " places"]
+    places: Int[Tensor, " examples"]
     split: str
     reader: ImageReader
 
@@ -469,9 +469,9 @@ class ImageDataset(ImageSet):
         images = self.encoded([example.source for example in examples])
         return self.reader.read(images, [example.seed for example in examples])
 
-    def encoded(self, places: Sequence[int]) -> list[EncodedImage]:
+    def encoded(self, examples: Sequence[int]) -> list[EncodedImage]:
         """Return undecoded images by their index in this dataset."""
-        rows = [int(self.places[place]) for place in places]
+        rows = [int(self.places[example]) for example in examples]
         return [
             _encoded(image, int(self.labels[row]), f"row {row} of {self.split}")
             for image, row in zip(self.table.rows[rows][self.table.image], rows, strict=True)
@@ -484,38 +484,40 @@ def describe_images(data: ImageDataset) -> list[str]:
     Images that would have to be downloaded are not read.
     """
     count = min(len(data), SURVEYED)
-    places = [i * len(data) // count for i in range(count)]
-    found: Counter[str] = Counter()
-    seen, stretched, format = 1.0, 1.0, data.reader.format
+    indices = [i * len(data) // count for i in range(count)]
+    conversions: Counter[str] = Counter()
+    visible, stretched, format = 1.0, 1.0, data.reader.format
     for begin in range(0, count, GROUP):
-        for image in data.encoded(places[begin : begin + GROUP]):
+        for image in data.encoded(indices[begin : begin + GROUP]):
             if isinstance(image.content, str) and "://" in image.content:
                 return []
             try:
                 header = read_header(image.open(), decodes=False)
             except (OSError, ValueError):
-                found["cannot be read"] += 1
+                conversions["cannot be read"] += 1
                 continue
             left, upper, right, lower = format.box(header.width, header.height)
-            seen = min(seen, (right - left) / header.width, (lower - upper) / header.height)
+            visible = min(visible, (right - left) / header.width, (lower - upper) / header.height)
             ratio = (right - left) * format.height / ((lower - upper) * format.width)
             stretched = max(stretched, ratio, 1 / ratio)
-            found["are turned upright by their EXIF orientation"] += not header.is_upright
-            found["have transparency, which becomes black"] += header.has_alpha
-            found["have 16 bits per channel, which are rounded to 8"] += header.has_16_bits
-            found["have several frames or pages, of which the first is read"] += header.has_frames
+            conversions["are turned upright by their EXIF orientation"] += not header.is_upright
+            conversions["have transparency, which becomes black"] += header.has_alpha
+            conversions["have 16 bits per channel, which are rounded to 8"] += header.has_16_bits
+            conversions["have several frames or pages, of which the first is read"] += (
+                header.has_frames
+            )
             if format.channels == 1 and not header.is_gray:
-                found["are converted to grayscale"] += 1
+                conversions["are converted to grayscale"] += 1
             elif header.mode in OTHER_COLORS:
-                found[f"are converted from {header.mode} to RGB"] += 1
-    whole = f"{count:,} training images"
+                conversions[f"are converted from {header.mode} to RGB"] += 1
+    measured = f"{count:,} training images"
     if count < len(data):
-        whole = f"a sample of {count:,} training images"
-    notes = [f"{number:,} of {whole} {what}" for what, number in found.items() if number]
-    if 1 - seen > SHARP:
+        measured = f"a sample of {count:,} training images"
+    notes = [f"{number:,} of {measured} {what}" for what, number in conversions.items() if number]
+    if 1 - visible > SHARP:
         where = " in evaluation" if data.reader.crop else ""
         notes.append(
-            f"images are cropped to the center: up to {1 - seen:.0%} of a side is cut off{where}"
+            f"images are cropped to the center: up to {1 - visible:.0%} of a side is cut off{where}"
         )
     if stretched - 1 > SHARP:
         notes.append(
@@ -606,9 +608,9 @@ class ImageStream(ImageSet):
         for begin, columns, state in groups:
             images, labels = columns[self.table.image], columns[self.table.label]
             for row in range(max(first, begin), begin + len(labels)):
-                place = f"row {row} of {name}"
-                label = self.classes.place(labels[row - begin], place)
-                image = _encoded(images[row - begin], label, place)
+                location = f"row {row} of {name}"
+                label = self.classes.index(labels[row - begin], location)
+                image = _encoded(images[row - begin], label, location)
                 yield image, {"row": row + 1, "state": state}
 
 

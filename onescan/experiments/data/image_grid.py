@@ -70,8 +70,8 @@ def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
     grid = torch.full(
         (rows * tall - GAP, columns * wide - GAP, channels), BACKGROUND, dtype=torch.uint8
     )
-    for place, image in enumerate(large):
-        top, left = place // columns * tall, place % columns * wide
+    for index, image in enumerate(large):
+        top, left = index // columns * tall, index % columns * wide
         grid[top : top + tall - GAP, left : left + wide - GAP] = image
     return as_image(grid)
 

@@ -134,10 +134,10 @@ class ImageReader:
         """
         decoded: dict[int, UInt8[Tensor, "channels height width"]] = {}
         failures = []
-        for place, (image, seed) in enumerate(zip(images, seeds, strict=True)):
+        for index, (image, seed) in enumerate(zip(images, seeds, strict=True)):
             crop = None if self.crop is None or seed is None else partial(self.crop, seed=seed)
             try:
-                decoded[place] = to_bytes(self.format.decode(image.open(), crop))
+                decoded[index] = to_bytes(self.format.decode(image.open(), crop))
             except (OSError, ValueError) as error:
                 failures.append(f"{image.name} {error}")
                 if self.on_error == "raise":
@@ -145,13 +145,13 @@ class ImageReader:
         if not decoded:
             raise ValueError(f"none of a batch's {len(images)} images can be read: {failures[0]}")
         readable = list(decoded)
-        shown = [
-            next((other for other in readable if other >= place), readable[0])
-            for place, seed in enumerate(seeds)
-            if place in decoded or seed is not None
+        used = [
+            next((other for other in readable if other >= index), readable[0])
+            for index, seed in enumerate(seeds)
+            if index in decoded or seed is not None
         ]
-        labels = torch.tensor([images[place].label for place in shown])
-        return LoadedBatch((torch.stack([decoded[i] for i in shown]), labels), tuple(failures))
+        labels = torch.tensor([images[index].label for index in used])
+        return LoadedBatch((torch.stack([decoded[i] for i in used]), labels), tuple(failures))
 
 
 class ImageSet(DataSet):
@@ -180,8 +180,8 @@ class ImageTensors(ImageSet):
         return len(self.labels)
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
-        places = torch.tensor([example.source for example in examples])
-        return LoadedBatch((self.images[places], self.labels[places]))
+        indices = torch.tensor([example.source for example in examples])
+        return LoadedBatch((self.images[indices], self.labels[indices]))
 
 
 @dataclass(frozen=True, kw_only=True)

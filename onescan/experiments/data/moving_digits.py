@@ -89,7 +89,7 @@ class MovingDigitsConfig(DataConfig):
         """Move each digit by `step` per frame, from a random position."""
         count, size = len(pixels), self.size
         videos = torch.zeros(count, self.frames, size, size, dtype=torch.uint8)
-        row, column = (self._places(count, move, generator) for move in step)  # N frames
+        row, column = (self._positions(count, move, generator) for move in step)  # N frames
         video = torch.arange(count)[:, None, None, None]
         frame = torch.arange(self.frames)[None, :, None, None]
         inside = torch.arange(SIDE)
@@ -98,7 +98,9 @@ class MovingDigitsConfig(DataConfig):
         videos[video, frame, rows, columns] = pixels[:, None]
         return videos
 
-    def _places(self, count: int, move: int, generator: torch.Generator) -> Int[Tensor, "N frames"]:
+    def _positions(
+        self, count: int, move: int, generator: torch.Generator
+    ) -> Int[Tensor, "N frames"]:
         """Return positions along one axis that stay on the canvas."""
         moved = move * torch.arange(self.frames)
         starts = self.size - SIDE - (self.frames - 1) * abs(move) + 1
@@ -112,5 +114,5 @@ def _dataset(
     digits: Int[Tensor, " digits"],
 ) -> ArrayDataset:
     """Return the videos of some digits."""
-    places = (digits[:, None] * len(DIRECTIONS) + torch.arange(len(DIRECTIONS))).flatten()
-    return ArrayDataset(x=x, labels=labels, places=places, axes=3)
+    indices = (digits[:, None] * len(DIRECTIONS) + torch.arange(len(DIRECTIONS))).flatten()
+    return ArrayDataset(x=x, labels=labels, places=indices, axes=3)

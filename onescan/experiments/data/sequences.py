@@ -39,7 +39,7 @@ class SequenceSet(DataSet):
     decodes = True
 
     @abstractmethod
-    def example(self, place: int) -> LabelledSequence:
+    def example(self, index: int) -> LabelledSequence:
         """Read one sequence, which depends only on its index.
 
         Raises:
@@ -60,8 +60,8 @@ class SequenceList(SequenceSet):
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def example(self, place: int) -> LabelledSequence:
-        return self.sequences[place]
+    def example(self, index: int) -> LabelledSequence:
+        return self.sequences[index]
 
 
 @runtime_checkable
@@ -83,8 +83,8 @@ class GeneratedSequences(SequenceSet):
     def __len__(self) -> int:
         return self.count
 
-    def example(self, place: int) -> LabelledSequence:
-        tokens, label = self.generator.example(self.split, place)
+    def example(self, index: int) -> LabelledSequence:
+        tokens, label = self.generator.example(self.split, index)
         return LabelledSequence(np.asarray(tokens, dtype=np.uint8).reshape(-1), label)
 
 
@@ -112,5 +112,5 @@ def padded(sequences: Sequence[LabelledSequence]) -> tuple[Tensor, ...]:
     if sequences[0].first is None:
         return batch
     firsts = torch.tensor([sequence.first for sequence in sequences])
-    places = torch.arange(tokens.shape[1])
-    return (*batch, ((places >= firsts[:, None]) & keep).long())
+    positions = torch.arange(tokens.shape[1])
+    return (*batch, ((positions >= firsts[:, None]) & keep).long())

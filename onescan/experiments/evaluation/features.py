@@ -70,8 +70,8 @@ class FeatureExtractor(ABC):
 
     def sizes(self, size: tuple[int, int]) -> FeatureSizes:
         """Return the numbers of features of images of a height and width."""
-        found = self(torch.zeros(2, 3, *size))
-        return FeatureSizes(*(0 if part is None else part.shape[1] for part in found))
+        features = self(torch.zeros(2, 3, *size))
+        return FeatureSizes(*(0 if part is None else part.shape[1] for part in features))
 
 
 def open_features(path: str | Path, device: torch.device) -> FeatureExtractor:
@@ -123,13 +123,13 @@ class ClassifierFeatures(FeatureExtractor):
 
     @torch.no_grad()
     def __call__(self, images: Images) -> FeatureBatch:
-        found = extract_features(self.model, self.format, images.to(self.device))
+        features = extract_features(self.model, self.format, images.to(self.device))
         image = (self.format.channels, self.format.height, self.format.width)
         height, width = self.model.patchify.grid_shape(image)
-        patches = found.tokens[:, self.model.prefix :, :MAP_CHANNELS]
+        patches = features.tokens[:, self.model.prefix :, :MAP_CHANNELS]
         maps = rearrange(patches, "b (y x) c -> b c y x", y=height, x=width)
         spatial = F.adaptive_avg_pool2d(maps, (min(height, MAP_SIZE), min(width, MAP_SIZE)))
-        return FeatureBatch(found.pooled, spatial.flatten(1), found.probabilities)
+        return FeatureBatch(features.pooled, spatial.flatten(1), features.probabilities)
 
 
 class InceptionFeatures(FeatureExtractor):
@@ -184,8 +184,8 @@ class InceptionFeatures(FeatureExtractor):
             has_classes = "no_output_bias" in self.options
             probabilities = self.module(pixels, no_output_bias=True) if has_classes else None
             return self.module(pixels, return_features=True), None, probabilities
-        found = self.module(pixels)
-        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
+        features = self.module(pixels)
+        parts = tuple(features) if isinstance(features, tuple | list) else (features,)
         pooled, spatial, logits = (*parts, None, None)[:3]
         is_tensor = isinstance(logits, Tensor)
         return pooled, spatial, logits.float().softmax(dim=1) if is_tensor else logits
@@ -194,9 +194,9 @@ class InceptionFeatures(FeatureExtractor):
         is_batch = isinstance(part, Tensor) and part.ndim > 1 and len(part) == count
         if is_batch and (is_map or part.shape[2:].numel() == 1):
             return
-        found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+        described = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
         raise ValueError(
-            f"features is '{self.path}', which returned {found} for {count} images, expected "
+            f"features is '{self.path}', which returned {described} for {count} images, expected "
             "features [B, F], or a tuple (pooled, spatial, logits)"
         )
 

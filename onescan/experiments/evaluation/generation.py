@@ -452,22 +452,22 @@ def folder_name(guidance: float | None) -> str:
 
 
 def _score(
-    found: Accumulator,
+    accumulator: Accumulator,
     reference: Reference,
     guidance: float | None,
     device: torch.device,
     has_classes: bool,
 ) -> tuple[GenerationScore, bool]:
     """Return the scores of one guidance scale, and whether a covariance is singular."""
-    distances = [frechet_distance(found.pooled.gaussian(), reference.pooled)]
-    if found.spatial is not None and reference.spatial is not None:
-        distances.append(frechet_distance(found.spatial.gaussian(), reference.spatial))
+    distances = [frechet_distance(accumulator.pooled.gaussian(), reference.pooled)]
+    if accumulator.spatial is not None and reference.spatial is not None:
+        distances.append(frechet_distance(accumulator.spatial.gaussian(), reference.spatial))
     neighborhoods = None
     if reference.rows is not None:
         double = device if device.type == "cuda" else torch.device("cpu")  # others lack float64
-        neighborhoods = precision_recall(reference.rows, found.kept_features(), device=double)
-    inception = found.inception.score() if found.inception else None
-    confusion = found.confusion.tolist() if has_classes else []
+        neighborhoods = precision_recall(reference.rows, accumulator.kept_features(), device=double)
+    inception = accumulator.inception.score() if accumulator.inception else None
+    confusion = accumulator.confusion.tolist() if has_classes else []
     score = GenerationScore(
         guidance=guidance,
         distance=distances[0].distance,
@@ -476,7 +476,7 @@ def _score(
         class_score_std=inception.std if inception else None,
         precision=neighborhoods.precision if neighborhoods else None,
         recall=neighborhoods.recall if neighborhoods else None,
-        class_accuracy=found.label_accuracy() if has_classes else None,
+        class_accuracy=accumulator.label_accuracy() if has_classes else None,
         requested=tuple(map(sum, confusion)),
         right=tuple(row[label] for label, row in enumerate(confusion)),
         confusion=tuple(map(tuple, confusion)) if len(confusion) <= MOST_CONFUSED else (),
@@ -499,10 +499,10 @@ def _check_settings(out: Path, settings: dict[str, Any]) -> None:
     if not isinstance(saved, dict):
         raise damaged(path, saved, remedy(out))
     for name, value in settings.items():
-        if (there := saved.get(name)) != value:
+        if (saved_value := saved.get(name)) != value:
             raise ValueError(
-                f"{out} holds images with {name} {there!r}, expected {value!r}: choose another "
-                "folder"
+                f"{out} holds images with {name} {saved_value!r}, expected {value!r}: choose "
+                "another folder"
             )
 
 
@@ -512,17 +512,20 @@ def _reference_frequencies(reference: Reference, samples: Source) -> tuple[int, 
     The reference may name all classes differently. If any name is equal, all have to be, in the
     same order.
     """
-    theirs, ours = reference.class_names, samples.class_names
-    if not reference.frequencies or len(theirs) != len(ours):
+    reference_classes, model_classes = reference.class_names, samples.class_names
+    if not reference.frequencies or len(reference_classes) != len(model_classes):
         raise ValueError(
-            f"class_distribution is 'reference', but the reference has {len(theirs)} known "
-            f"classes and the model has {len(ours)}; expected the same classes"
+            "class_distribution is 'reference', but the reference has "
+            f"{len(reference_classes)} known classes and the model has {len(model_classes)}; "
+            "expected the same classes"
         )
-    for i, (its, own) in enumerate(zip(theirs, ours, strict=True)):
-        if its != own and not {*theirs}.isdisjoint(ours):
+    for i, (reference_name, model_name) in enumerate(
+        zip(reference_classes, model_classes, strict=True)
+    ):
+        if reference_name != model_name and not {*reference_classes}.isdisjoint(model_classes):
             raise ValueError(
-                f"class_distribution is 'reference', but class {i} is {its!r} in the reference and "
-                f"{own!r} in the model; expected the same order of classes"
+                f"class_distribution is 'reference', but class {i} is {reference_name!r} in the "
+                f"reference and {model_name!r} in the model; expected the same order of classes"
             )
     return reference.frequencies
 

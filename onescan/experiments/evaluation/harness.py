@@ -40,8 +40,8 @@ def commonsense_average(results: Mapping[str, Mapping[str, Any]]) -> float | Non
         results: lm-eval's results: the metrics of each task, such as "acc_norm,none".
     """
     scores = [results.get(task, {}).get(f"{metric},none") for task, metric in COMMONSENSE.items()]
-    found = [score for score in scores if score is not None]
-    return statistics.mean(found) if len(found) == len(scores) else None
+    measured = [score for score in scores if score is not None]
+    return statistics.mean(measured) if len(measured) == len(scores) else None
 
 
 def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto") -> TaskScores:
@@ -73,7 +73,7 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
             )
     model, tokenizer = load_language_model(checkpoint)
     model = model.to(choose_device(device, Ranks()))
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=OnescanLM(model, tokenizer, batch_size=config.batch_size),
         tasks=config.names,
         num_fewshot=config.num_fewshot,
@@ -81,9 +81,9 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
         task_manager=manager,
         log_samples=False,
     )
-    columns = [column for column in ("results", "groups") if found.get(column)]
-    tables = [make_table(found, column) for column in columns]
-    average = commonsense_average(found["results"])
+    columns = [column for column in ("results", "groups") if results.get(column)]
+    tables = [make_table(results, column) for column in columns]
+    average = commonsense_average(results["results"])
     if average is not None:
         tables.append(
             f"commonsense average: {100 * average:.2f} (acc_norm for hellaswag, arc_challenge and "
@@ -98,7 +98,7 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
             "onescan": __version__,
             "lm_eval": lm_eval.__version__,
             **({} if average is None else {"commonsense_average": average}),
-            **{name: _to_json_types(found[name]) for name in KEPT if name in found},
+            **{name: _to_json_types(results[name]) for name in KEPT if name in results},
         },
     )
 

@@ -154,22 +154,22 @@ def _radii(points: _Points, neighbors: int) -> Radii:
     for rows in points.blocks(ROWS):
         nearest = rows.new_empty(len(rows), 0)
         for columns in points.blocks(COLUMNS):
-            found = torch.cat([nearest, torch.cdist(rows, columns)], dim=1)
-            count = min(neighbors + 1, found.shape[1])  # the nearest is the point itself
-            nearest = found.topk(count, dim=1, largest=False).values
+            distances = torch.cat([nearest, torch.cdist(rows, columns)], dim=1)
+            count = min(neighbors + 1, distances.shape[1])  # the nearest is the point itself
+            nearest = distances.topk(count, dim=1, largest=False).values
         radii.append(nearest[:, -1].cpu())
     return torch.cat(radii)
 
 
 def _is_inside(points: _Points, centers: _Points, radii: Radii) -> Bool[Tensor, " points"]:
     """Return whether each point is inside the ball of any center."""
-    found = []
+    blocks = []
     for rows in points.blocks(ROWS):
         inside = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         for columns, radius in zip(centers.blocks(COLUMNS), radii.split(COLUMNS), strict=True):
             inside |= (torch.cdist(rows, columns) <= radius.to(rows.device)).any(dim=1)
-        found.append(inside.cpu())
-    return torch.cat(found)
+        blocks.append(inside.cpu())
+    return torch.cat(blocks)
 
 
 class Accumulator(nn.Module):
@@ -288,33 +288,33 @@ class Accumulator(nn.Module):
         Raises:
             ValueError: If features are not finite, or a label is out of range.
         """
-        found, start = self.features(images), self.count
+        features, start = self.features(images), self.count
         order = self.order[start : start + len(images)]
-        self.pooled.add(found.pooled)
-        if self.spatial is not None and found.spatial is not None:
-            self.spatial.add(found.spatial)
-        if self.inception is not None and found.probabilities is not None:
+        self.pooled.add(features.pooled)
+        if self.spatial is not None and features.spatial is not None:
+            self.spatial.add(features.spatial)
+        if self.inception is not None and features.probabilities is not None:
             splits = ((order + 1) * SPLITS - 1) // self.total
-            self.inception.add(found.probabilities, splits)
-        kept = found.pooled.cpu()[order < len(self.rows)]
-        self.rows[int(self.row_count) :][: len(kept)] = kept
-        self.row_count += len(kept)
-        shown = max(0, min(len(images), len(self.images) - start))
-        self.images[start : start + shown] = to_bytes(images[:shown])
+            self.inception.add(features.probabilities, splits)
+        pooled_rows = features.pooled.cpu()[order < len(self.rows)]
+        self.rows[int(self.row_count) :][: len(pooled_rows)] = pooled_rows
+        self.row_count += len(pooled_rows)
+        saved = max(0, min(len(images), len(self.images) - start))
+        self.images[start : start + saved] = to_bytes(images[:saved])
         if labels is not None:
-            self.labels[start : start + shown] = labels[:shown].cpu()
+            self.labels[start : start + saved] = labels[:saved].cpu()
             if len(self.frequencies):
-                self._add_labels(labels.cpu(), found)
+                self._add_labels(labels.cpu(), features)
 
-    def _add_labels(self, labels: Labels, found: FeatureBatch) -> None:
+    def _add_labels(self, labels: Labels, features: FeatureBatch) -> None:
         classes = len(self.frequencies)
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise ValueError(
                 f"labels are {labels.min()} to {labels.max()}, expected 0 to {classes - 1}"
             )
         self.frequencies += torch.bincount(labels, minlength=classes)
-        if self.confusion.numel() and found.probabilities is not None:
-            predicted = found.probabilities.argmax(dim=1).cpu()
+        if self.confusion.numel() and features.probabilities is not None:
+            predicted = features.probabilities.argmax(dim=1).cpu()
             cells = torch.bincount(labels * classes + predicted, minlength=classes**2)
             self.confusion += cells.view(classes, classes)
 

@@ -88,11 +88,13 @@ class DataSource(Source):
         return len(self.data)
 
     def images(self, start: int, stop: int) -> tuple[Images, Labels | None]:
-        position, rest = self._next
+        position, examples_left = self._next
         if position != start:  # streams have no random access
-            rest = (example for example, _ in islice(self.data.examples(seed=None), start, None))
-        examples = list(islice(rest, stop - start))
-        self._next = (stop, rest)
+            examples_left = (
+                example for example, _ in islice(self.data.examples(seed=None), start, None)
+            )
+        examples = list(islice(examples_left, stop - start))
+        self._next = (stop, examples_left)
         if not examples:
             raise ValueError(f"{self.name} ends after {start} images, expected {len(self)}")
         size = -(-len(examples) // READERS) if self.data.decodes else len(examples)

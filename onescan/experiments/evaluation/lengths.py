@@ -122,9 +122,9 @@ def measure_lengths(
     run = run_config(checkpoint)
     ids = read_tokens(checkpoint, run, tokenizer, config)
     inputs, labels = inputs_and_labels(model, tokenizer, ids, run)
-    place = choose_device(device, Ranks())
-    model = model.to(place)
-    precision = choose_precision(run.training.precision if run else "float32", place)
+    chosen_device = choose_device(device, Ranks())
+    model = model.to(chosen_device)
+    precision = choose_precision(run.training.precision if run else "float32", chosen_device)
     predicted = int((labels != IGNORE_INDEX).sum())
     position = model.config.position
     max_tokens = position.max_tokens if isinstance(position, TokenPositionConfig) else math.inf
@@ -167,17 +167,17 @@ def _score(
 ) -> LengthScore:
     """Evaluate the model on rows of one length."""
     device, is_causal = model.network.device, isinstance(model, CausalLM)
-    by_place, counts = torch.zeros(2, length, dtype=torch.float64)
+    loss_sums, counts = torch.zeros(2, length, dtype=torch.float64)
     nats = correct = predicted = 0.0
     bar.set_description(f"rows of {length}")
     for row_inputs, row_labels in zip(_rows(inputs, length), _rows(labels, length), strict=True):
         with torch.no_grad(), autocast(precision, device):
-            found = _score_tokens(model, row_inputs.to(device), row_labels.to(device))
-        losses = found.losses.double().cpu()
-        nats, correct = nats + losses.sum().item(), correct + found.correct.sum().item()
+            scores = _score_tokens(model, row_inputs.to(device), row_labels.to(device))
+        losses = scores.losses.double().cpu()
+        nats, correct = nats + losses.sum().item(), correct + scores.correct.sum().item()
         predicted += (row_labels != IGNORE_INDEX).sum().item()
         if is_causal:
-            by_place[: row_inputs.shape[1]] += losses.sum(dim=0)
+            loss_sums[: row_inputs.shape[1]] += losses.sum(dim=0)
             counts[: row_inputs.shape[1]] += len(row_inputs)
         bar.update(row_inputs.numel())
     return LengthScore(
@@ -185,7 +185,7 @@ def _score(
         loss=nats / predicted,
         perplexity=perplexity(nats / predicted),
         accuracy=correct / predicted,
-        places=tuple(_places(by_place, counts)) if is_causal else (),
+        places=tuple(_mean_by_position(loss_sums, counts)) if is_causal else (),
     )
 
 
@@ -193,27 +193,31 @@ def _score_tokens(model: CausalLM | MaskedLM, inputs: Tokens, labels: Tokens) ->
     """Score the labels, in chunks so that the memory for logits is bounded."""
     if isinstance(model, CausalLM):
         return token_losses(model, inputs, labels)
-    chosen = labels != IGNORE_INDEX
+    is_labelled = labels != IGNORE_INDEX
     hidden, _ = model.network(inputs)
-    parts = zip(hidden[chosen].split(CHUNK_TOKENS), labels[chosen].split(CHUNK_TOKENS), strict=True)
+    parts = zip(
+        hidden[is_labelled].split(CHUNK_TOKENS),
+        labels[is_labelled].split(CHUNK_TOKENS),
+        strict=True,
+    )
     scores = [score_logits(model.head(x.unsqueeze(0)), label.unsqueeze(0)) for x, label in parts]
     return TokenScores(*(torch.cat(pieces, dim=1) for pieces in zip(*scores, strict=True)))
 
 
 def _rows(stream: Stream, length: int) -> Iterator[Tokens]:
     """Yield batches of rows; the last row may be shorter."""
-    whole = len(stream) - len(stream) % length
-    yield from stream[:whole].view(-1, length).split(max(1, CHUNK_TOKENS // length))
-    if whole < len(stream):
-        yield stream[whole:].unsqueeze(0)
+    full_rows = len(stream) - len(stream) % length
+    yield from stream[:full_rows].view(-1, length).split(max(1, CHUNK_TOKENS // length))
+    if full_rows < len(stream):
+        yield stream[full_rows:].unsqueeze(0)
 
 
-def _places(by_place: Sums, counts: Sums) -> Iterator[PlaceScore]:
+def _mean_by_position(loss_sums: Sums, counts: Sums) -> Iterator[PlaceScore]:
     """Average the losses over positions: the first, the second, then twice as many each time."""
     begin, end = 0, 1
     while begin < len(counts):
         end = min(end, len(counts))
-        loss = by_place[begin:end].sum() / counts[begin:end].sum()
+        loss = loss_sums[begin:end].sum() / counts[begin:end].sum()
         yield PlaceScore(begin=begin, end=end, loss=loss.item())
         begin, end = end, 2 * end
 

@@ -228,16 +228,16 @@ def build_needle(tokenizer: Tokenizer, config: NeedleConfig, trial: int) -> Need
     fact = f"\n{config.needle}\n".replace(NAME, name).replace(NUMBER, number)
     question = f"\n{config.question}".replace(NAME, name)
     space = "" if question[-1].isspace() else " "
-    ids, whole = tokenizer.encode(question), tokenizer.encode(question + space + number)
+    ids, answered = tokenizer.encode(question), tokenizer.encode(question + space + number)
     # Tokens may span question and answer, so the question ends where the two tokenizations differ.
-    pairs = enumerate(zip(ids, whole, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
+    pairs = enumerate(zip(ids, answered, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(answered)))
     start = tokenizer.begin(question)
     return Needle(
         start=start[: len(start) - len(ids)],
         fact=tokenizer.encode(fact),
-        question=whole[:shared],
-        answer=whole[shared:],
+        question=answered[:shared],
+        answer=answered[shared:],
     )
 
 
@@ -356,8 +356,8 @@ def _check(
         raise ValueError(f"question is {config.question!r}, expected a text without {NUMBER}")
     for field in ("needle", "question"):
         template = getattr(config, field)
-        rest = template.replace(NAME, "").replace(NUMBER, "")
-        if "{" in rest or "}" in rest:
+        remainder = template.replace(NAME, "").replace(NUMBER, "")
+        if "{" in remainder or "}" in remainder:
             raise ValueError(f"{field} is {template!r}, expected no braces but {NAME} and {NUMBER}")
     needles = [build_needle(tokenizer, config, trial) for trial in range(config.trials)]
     sizes = [sum(map(len, needle)) for needle in needles]

@@ -55,10 +55,10 @@ class Recipe:
 def table(*recipes: Recipe | Callable[[], RunConfig]) -> dict[str, Recipe]:
     """Return recipes by name. A function is described by its docstring."""
     rows = [
-        each
-        if isinstance(each, Recipe)
-        else Recipe(each.__name__, inspect.getdoc(each) or "", each)
-        for each in recipes
+        recipe
+        if isinstance(recipe, Recipe)
+        else Recipe(recipe.__name__, inspect.getdoc(recipe) or "", recipe)
+        for recipe in recipes
     ]
     return {row.name: row for row in rows}
 

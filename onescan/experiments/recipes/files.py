@@ -42,8 +42,8 @@ def function_in(file: str, name: str) -> Callable[[], RunConfig]:
     module = import_file(file)
     functions = dict(inspect.getmembers(module, inspect.isfunction))
     if name not in functions:
-        own = [each for each, it in functions.items() if it.__module__ == module.__name__]
-        check_choice(f"function in {file}", name, own)
+        own_names = [key for key, value in functions.items() if value.__module__ == module.__name__]
+        check_choice(f"function in {file}", name, own_names)
     function, where = functions[name], f"{file}:{name}"
 
     @functools.wraps(function)

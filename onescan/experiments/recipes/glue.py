@@ -82,13 +82,13 @@ class GlueRecipe:
 
     def training(self, task: GlueTask) -> TrainingConfig:
         """Return the training settings of a task."""
-        place = ORDER.index(task)
+        index = ORDER.index(task)
         return TrainingConfig(
-            epochs=self.epochs[place],
-            batch_size=self.batch_sizes[place],
+            epochs=self.epochs[index],
+            batch_size=self.batch_sizes[index],
             precision="auto",
-            learning_rate=self.learning_rates[place],
-            weight_decay=self.weight_decays[place],
+            learning_rate=self.learning_rates[index],
+            weight_decay=self.weight_decays[index],
             decoupled_weight_decay=task not in self.adamw,
             betas=(0.9, 0.98),
             eps=1e-6,
@@ -246,11 +246,11 @@ def lacks_mnli(options: GlueRunsConfig) -> bool:
     Raises:
         ValueError: If the options are invalid.
     """
-    tasks, place = options.selected(), Path(options.path).expanduser()
-    if not set(tasks) & set(options.from_mnli_tasks) or MNLI in tasks or not place.is_dir():
+    tasks, path = options.selected(), Path(options.path).expanduser()
+    if not set(tasks) & set(options.from_mnli_tasks) or MNLI in tasks or not path.is_dir():
         return False
     try:
-        find_folder(place, MNLI, PROBLEMS[MNLI])
+        find_folder(path, MNLI, PROBLEMS[MNLI])
     except ValueError:
         return True
     return False
@@ -342,11 +342,11 @@ def classifier(
         pool: Input of the head.
         dropout: Dropout rate. ``None`` keeps that of the masked language model.
     """
-    shared = {each.name for each in dataclasses.fields(SequenceClassifierConfig)}
+    shared = {field.name for field in dataclasses.fields(SequenceClassifierConfig)}
     fields = {
-        each.name: getattr(config, each.name)
-        for each in dataclasses.fields(config)
-        if each.name in shared and each.name != "head_transform"
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name in shared and field.name != "head_transform"
     }
     if dropout is not None:
         fields["dropout"] = dropout

@@ -272,8 +272,8 @@ def _infer_images(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     if not isinstance(train := splits.train, ImageDataset):
         return run, []
     if "data.channels" not in given or "data.image_size" not in given:
-        sizes, found = _survey(train)
-        changes: dict[str, Any] = {"data.channels": found}
+        sizes, channel_count = _survey(train)
+        changes: dict[str, Any] = {"data.channels": channel_count}
         size = model.image_size if "model.image_size" in given else None
         patch = model.patch_size if "model.patch_size" in given else (4, 4)
         longest = SMALL_SIDE if len(train) < SMALL or is_denoiser else MAX_SIDE
@@ -596,11 +596,11 @@ def patches(shape: tuple[int, ...], *, finest: bool = False) -> tuple[int, ...]:
         fits = all(size % patch == 0 or size >= 2 * patch for size in shape)
         if fits and patch >= smallest and _count(shape, [patch] * len(shape)) <= MAX_TOKENS:
             return (patch,) * len(shape)
-    chosen = [1] * len(shape)
-    while _count(shape, chosen) > MAX_TOKENS:
-        axis = max(range(len(shape)), key=lambda i: shape[i] / chosen[i])
-        chosen[axis] *= 2
-    return tuple(chosen)
+    patch_size = [1] * len(shape)
+    while _count(shape, patch_size) > MAX_TOKENS:
+        axis = max(range(len(shape)), key=lambda i: shape[i] / patch_size[i])
+        patch_size[axis] *= 2
+    return tuple(patch_size)
 
 
 def _count(shape: Sequence[int], patch_size: Sequence[int]) -> int:
@@ -609,8 +609,8 @@ def _count(shape: Sequence[int], patch_size: Sequence[int]) -> int:
 
 
 def _holds_arrays(path: str) -> bool:
-    place = Path(path).expanduser()
-    return place.suffix == ".npz" or (place.is_dir() and any(place.glob("*.npy")))
+    source = Path(path).expanduser()
+    return source.suffix == ".npz" or (source.is_dir() and any(source.glob("*.npy")))
 
 
 def _has_classes(data: ImageDatasetConfig) -> bool:
@@ -662,8 +662,8 @@ def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> 
     height, width = (sorted(side)[len(side) // 2] for side in zip(*sizes, strict=True))
     scale = min(1.0, longest / max(height, width))
     fitted = (
-        max(round(side * scale / each), 1) * each
-        for side, each in zip((height, width), patch, strict=True)
+        max(round(side * scale / multiple), 1) * multiple
+        for side, multiple in zip((height, width), patch, strict=True)
     )
     first, second = fitted
     return first, second
@@ -671,8 +671,8 @@ def _fit(sizes: list[tuple[int, int]], longest: int, patch: tuple[int, ...]) -> 
 
 def _statistics(train: ImageSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel over a sample of training images."""
-    places = _sample(len(train))
-    groups = [places[at : at + 32] for at in range(0, len(places), 32)]
+    indices = _sample(len(train))
+    groups = [indices[start : start + 32] for start in range(0, len(indices), 32)]
     batches = (train.read([Example(i) for i in group]).batch[0] for group in groups)
     values: Pixels = torch.cat([unit_pixels(batch) for batch in batches])
     per_channel = values.transpose(0, 1).flatten(1).double()

@@ -307,10 +307,10 @@ def differing_settings(configs: Sequence[RunConfig]) -> list[str]:
 
     Settings that people choose come first, and those that follow from the data last.
     """
-    found = {
+    differing = {
         path: None for a, b in combinations(configs, 2) for path, *_ in config_differences(a, b)
     }
-    paths = [path for path in found if path != NAME]
+    paths = [path for path in differing if path != NAME]
     return sorted(paths, key=lambda path: (_is_inferred(path), ORDER.index(path.partition(".")[0])))
 
 
@@ -320,14 +320,14 @@ def _is_inferred(path: str) -> bool:
 
 def differing_machines(runs: Sequence[FinishedRun]) -> list[str]:
     """List the keys of `machine` in which any two runs of the same recipe differ."""
-    found = {
+    differing = {
         name: None
         for a, b in combinations(runs, 2)
         if _is_same_recipe(a, b)
         for name, value in machine(a).items()
         if value != machine(b)[name]
     }
-    return list(found)
+    return list(differing)
 
 
 def machine(run: FinishedRun) -> dict[str, str]:
@@ -336,20 +336,24 @@ def machine(run: FinishedRun) -> dict[str, str]:
     paths = [MACHINE + field.name for field in dataclasses.fields(config.machine)]
     return {
         **{path: format_setting(config, path) for path in paths},
-        "device": ", ".join(dict.fromkeys(each.device for each in environments)),
-        "processes": ", ".join(dict.fromkeys(str(each.processes) for each in environments)),
+        "device": ", ".join(dict.fromkeys(environment.device for environment in environments)),
+        "processes": ", ".join(
+            dict.fromkeys(str(environment.processes) for environment in environments)
+        ),
     }
 
 
 def data_warning(configs: Sequence[RunConfig]) -> str:
     """Warn if recipes use different data; otherwise return an empty string."""
     paths = [path.split(".") for path in differing_settings(configs)]
-    found = [".".join(path) for path in paths if path[0] == "data" and path[1] not in READING]
-    if not found:
+    data_settings = [
+        ".".join(path) for path in paths if path[0] == "data" and path[1] not in READING
+    ]
+    if not data_settings:
         return ""
     return (
-        f"These runs were trained on different data ({', '.join(found)}), so their accuracies are "
-        "not comparable."
+        f"These runs were trained on different data ({', '.join(data_settings)}), so their "
+        "accuracies are not comparable."
     )
 
 

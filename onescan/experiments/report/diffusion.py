@@ -212,14 +212,14 @@ def extent(line: DiffusionLine) -> Extent:
     A token keeps a share of itself, and all weights within a kernel's radius are positive, so the
     radii of the blocks add up. An implicit step reaches every token.
     """
-    sides = []
+    reach = []
     for diffusion in line.learned:
         weights = diffusion.weights()
-        taken = weights * diffusion.dt(weights).unsqueeze(1)
-        ahead, _, back = taken.tensor_split((diffusion.radius, diffusion.radius + 1), dim=1)
+        shares = weights * diffusion.dt(weights).unsqueeze(1)
+        ahead, _, back = shares.tensor_split((diffusion.radius, diffusion.radius + 1), dim=1)
         reached = torch.stack([(back > 0).sum(1), (ahead > 0).sum(1)], dim=1)  # H sides
-        sides.append((reached > 0) * line.tokens if line.implicit else reached)
-    total: Extent = torch.stack(sides).cumsum(0).numpy()
+        reach.append((reached > 0) * line.tokens if line.implicit else reached)
+    total: Extent = torch.stack(reach).cumsum(0).numpy()
     return total
 
 
@@ -343,19 +343,21 @@ def _kernel_figure(lines: Sequence[DiffusionLine]) -> Figure:
 
 def _weights(diffusions: Sequence[Diffusion]) -> Weights:
     """Share taken in per step, dt K; NaN at the token itself, in the middle of 2R+1 places."""
-    taken = []
+    shares = []
     for diffusion in diffusions:
         weights = diffusion.weights()
-        each = weights * diffusion.dt(weights).unsqueeze(1)
-        each[:, diffusion.radius] = torch.nan
-        taken.append(each.double())
-    return torch.stack(taken).numpy()
+        share = weights * diffusion.dt(weights).unsqueeze(1)
+        share[:, diffusion.radius] = torch.nan
+        shares.append(share.double())
+    return torch.stack(shares).numpy()
 
 
-def _visible_lags(line: DiffusionLine, least: float, learned: Weights, initial: Weights) -> Lags:
-    """The lags up to the furthest where a kernel exceeds `least`, within the line."""
-    *_, places = np.nonzero(np.concatenate([learned, initial]) > least)
-    furthest = int(np.abs(places - learned.shape[-1] // 2).max(initial=1))
+def _visible_lags(
+    line: DiffusionLine, threshold: float, learned: Weights, initial: Weights
+) -> Lags:
+    """The lags up to the furthest where a kernel exceeds `threshold`, within the line."""
+    *_, columns = np.nonzero(np.concatenate([learned, initial]) > threshold)
+    furthest = int(np.abs(columns - learned.shape[-1] // 2).max(initial=1))
     shown = min(furthest, max(line.tokens - 1, 1))
     return np.arange(-shown, shown + 1)
 

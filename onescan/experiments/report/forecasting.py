@@ -72,17 +72,19 @@ def _by_step(group: RunGroup) -> Figure:
 def _examples(group: RunGroup) -> list[Figure]:
     """Draw test windows that are evenly spaced over the series and the test period."""
     count = min(len(group.task.test), EXAMPLES)
-    places = [i * (len(group.task.test) - 1) // max(count - 1, 1) for i in range(count)]
-    return [_example(group, place) for place in places]
+    indices = [i * (len(group.task.test) - 1) // max(count - 1, 1) for i in range(count)]
+    return [_example(group, index) for index in indices]
 
 
-def _example(group: RunGroup, place: int) -> Figure:
+def _example(group: RunGroup, index: int) -> Figure:
     task = _task(group)
     format, times = task.format, task.data.times
-    windows, in_series, starts = task.test.read([Example(place)]).batch
-    forecasts = group.runs[0].result.evaluation.arrays["predictions"][place].numpy()
-    known = ~windows[0].isnan()
-    is_shown = known[:, : format.context].any(dim=1) & known[:, format.context :].any(dim=1)
+    windows, in_series, starts = task.test.read([Example(index)]).batch
+    forecasts = group.runs[0].result.evaluation.arrays["predictions"][index].numpy()
+    is_observed = ~windows[0].isnan()
+    is_shown = is_observed[:, : format.context].any(dim=1) & is_observed[:, format.context :].any(
+        dim=1
+    )
     channel = int(is_shown.int().argmax())
     low, middle, high = (forecasts[i, channel] for i in (0, format.median, -1))
     past = min(format.context, SHOWN_HORIZONS * format.horizon)
@@ -90,7 +92,7 @@ def _example(group: RunGroup, place: int) -> Figure:
     steps = np.arange(1, format.horizon + 1)
     lines = [
         Line(
-            "truth" if known[channel, -1] else "",
+            "truth" if is_observed[channel, -1] else "",
             MUTED,
             np.arange(1 - past, format.horizon + 1),
             truth,

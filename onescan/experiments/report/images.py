@@ -107,8 +107,8 @@ def examples_at(data: DataSet, rows: list[int]) -> list[Example]:
     """Iterate up to the last row, because a stream has no random access."""
     requested = set(rows)
     start = enumerate(islice(data.examples(seed=None), max(rows) + 1))
-    found = {row: example for row, (example, _) in start if row in requested}
-    return [found[row] for row in rows if row in found]
+    examples = {row: example for row, (example, _) in start if row in requested}
+    return [examples[row] for row in rows if row in examples]
 
 
 def as_pictures(values: Grids) -> Pictures:

@@ -65,11 +65,11 @@ def loss_by_position(scores: "LengthScores") -> "list[PlaceScore]":
     Each is taken from the shortest rows that reach the position, because there are more of those.
     """
     shortest = {
-        (place.begin, place.end): place
-        for score in reversed(scores.scores)
-        for place in score.places
+        (score.begin, score.end): score
+        for length_score in reversed(scores.scores)
+        for score in length_score.places
     }
-    return [shortest[place.begin, place.end] for place in scores.scores[-1].places]
+    return [shortest[score.begin, score.end] for score in scores.scores[-1].places]
 
 
 def _cards(scores: "LengthScores") -> list[Card]:

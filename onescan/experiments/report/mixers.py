@@ -195,9 +195,9 @@ def _examples_figure(group: RunGroup, model: ImageClassifier) -> Figure:
 
 def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
     """Over evenly spaced images, because a data set may be sorted by class."""
-    chosen = evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
-    pixels = held_out_pixels(group, torch.tensor(chosen))
-    batches = [key_shares(model, _model_input(group, some)) for some in pixels.split(BATCH_SIZE)]
+    indices = evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
+    pixels = held_out_pixels(group, torch.tensor(indices))
+    batches = [key_shares(model, _model_input(group, batch)) for batch in pixels.split(BATCH_SIZE)]
     means = [torch.cat(layer).mean(dim=0) for layer in zip(*batches, strict=True)]
     mean, depth = Example("mean", _rgb(pixels[:1])[0], means), len(means)
     blocks = evenly_spaced(depth, MAX_BLOCKS)
@@ -208,7 +208,7 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
         "Every block, averaged over images",
         fragment("panels", [("", drawn)], panel=0.8 * tiles_width(rows)) + _tiles_legend(),
         "Rows are blocks, columns are heads, in the same colors: the mean over "
-        f"{plural(len(chosen), 'test image')} shows preferences for places that do not depend on "
+        f"{plural(len(indices), 'test image')} shows preferences for places that do not depend on "
         f"the image.{_omitted(len(blocks), depth, 'block')}{_heads_omitted(model)}",
         columns=1 if tiles_width(rows) < 1.1 * WIDTH else 2,
     )

@@ -58,10 +58,10 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
     depth = Axis("depth", [f"{depth:.0%}" for depth in sorted(grid.config.depths)])
     length = Axis("tokens", [f"{length:,}" for length in grid.lengths])
     gain = grid.gain()
-    found = heat_map(
+    accuracy_map = heat_map(
         grid.accuracy(), rows=depth, columns=length, format=lambda x: percent(x, 0), high=1.0
     )
-    gained = heat_map(
+    gain_map = heat_map(
         gain,
         rows=depth,
         columns=length,
@@ -71,8 +71,8 @@ def write_needles(grid: "NeedleGrid", path: Path) -> Path:
     )
     columns = 1 if len(grid.lengths) <= NARROW else 3
     figures = [
-        Figure("Found", found, FOUND, columns),
-        Figure("Gain in log-probability", gained, GAIN, columns),
+        Figure("Found", accuracy_map, FOUND, columns),
+        Figure("Gain in log-probability", gain_map, GAIN, columns),
     ]
     page = Page(
         kind="needle in a haystack",

@@ -384,11 +384,11 @@ def _separate(heights: Sequence[float], gap: float) -> list[float]:
     >>> _separate([0.2, 0.2, 1.0], 0.1), _separate([0.9, 1.0, 1.0], 0.25)
     ([0.2, 0.30000000000000004, 1.0], [0.5, 0.75, 1.0])
     """
-    places = list(heights[:1])
+    positions = list(heights[:1])
     for height in heights[1:]:
-        places.append(max(height, places[-1] + gap))
-    highest = [1 - gap * rank for rank in reversed(range(len(places)))]
-    return [min(place, most) for place, most in zip(places, highest, strict=True)]
+        positions.append(max(height, positions[-1] + gap))
+    highest = [1 - gap * rank for rank in reversed(range(len(positions)))]
+    return [min(position, most) for position, most in zip(positions, highest, strict=True)]
 
 
 def series(index: int) -> str:

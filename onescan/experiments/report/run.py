@@ -182,15 +182,15 @@ def _lead(group: RunGroup) -> str:
     held_out = len(task.test)
     if isinstance(group.config.task, ImageClassificationConfig):
         held_out = len(images.held_out_labels(group))  # unreadable ones are left out
-    about = (
+    lead = (
         f"{kind} was trained on {len(task.train):,} {unit}{classes}, "
         f"and evaluated on {held_out:,} held-out {unit}."
     )
     if isinstance(task, ImageGeneration):
         targets = {"noise": "the added noise", "v": "the velocity", "flow": "the flow to the image"}
-        about += f" It was trained to predict {targets[task.config.noise.prediction]}."
+        lead += f" It was trained to predict {targets[task.config.noise.prediction]}."
     if type(model) not in kinds:
-        return about
+        return lead
     config: Any = model.config
     mixers = [config.mixer.for_layer(i) for i in range(config.depth)]
     kinds_of_mixers = dict.fromkeys(
@@ -198,17 +198,17 @@ def _lead(group: RunGroup) -> str:
         f"{plural(mixer.num_heads, 'head')}"
         for mixer in mixers
     )
-    about += (
+    lead += (
         f" It has {plural(config.depth, 'block')} of width {config.width} with "
         f"{' and '.join(kinds_of_mixers)}"
     )
     if not isinstance(model, ImageClassifier | Denoiser | DensePredictor):
-        return f"{about}, and a vocabulary of {config.vocab_size:,} tokens."
+        return f"{lead}, and a vocabulary of {config.vocab_size:,} tokens."
     patches = math.prod(images.patch_grid(model))
     size, patch = (f" {TIMES} ".join(map(str, n)) for n in (config.image_size, config.patch_size))
     most = "up to " * (isinstance(group.task, GridTask) and group.task.format.is_ragged)
     return (
-        f"{about}, and splits each {noun} of {most}{size} into {most}{patches} patches of {patch}."
+        f"{lead}, and splits each {noun} of {most}{size} into {most}{patches} patches of {patch}."
     )
 
 
@@ -272,10 +272,10 @@ def _facts(group: RunGroup) -> list[tuple[str, str]]:
     facts += [("Device", f"{_device(first)}, {precision}"), ("Versions", _versions(first))]
     if first.commit:
         facts.append(("Commit", first.commit))
-    for place in later:
-        commit = f", commit {place.commit}" if place.commit else ""
-        moved = f"{_device(place)}, {_versions(place)}{commit}"
-        facts.append((f"From step {place.since_step:,}", moved))
+    for environment in later:
+        commit = f", commit {environment.commit}" if environment.commit else ""
+        description = f"{_device(environment)}, {_versions(environment)}{commit}"
+        facts.append((f"From step {environment.since_step:,}", description))
     return [
         *facts,
         ("Runs", ", ".join(str(run.result.folder) for run in group.runs)),
@@ -299,13 +299,13 @@ def _command(group: RunGroup) -> str:
     return Markup("<code>{}</code>").format(spans)
 
 
-def _device(place: Environment) -> str:
-    several = f"{place.processes} {TIMES} " if place.processes > 1 else ""
-    return f"{several}{place.device}, {place.platform}"
+def _device(environment: Environment) -> str:
+    several = f"{environment.processes} {TIMES} " if environment.processes > 1 else ""
+    return f"{several}{environment.device}, {environment.platform}"
 
 
-def _versions(place: Environment) -> str:
-    return f"onescan {place.onescan}, torch {place.torch}, Python {place.python}"
+def _versions(environment: Environment) -> str:
+    return f"onescan {environment.onescan}, torch {environment.torch}, Python {environment.python}"
 
 
 def repeat_command(group: RunGroup) -> list[str] | None:
@@ -493,8 +493,8 @@ def _meaning(name: str) -> str:
     """The caption of a metric's figure; empty for metrics that other figures show."""
     if name.endswith("_pairs_accuracy"):  # in the section on recall
         return ""
-    own = tuple(f"_{error}" for error in VALUE_ERRORS)
-    if name.removeprefix("ema_").endswith(own):  # in the table of values
+    error_suffixes = tuple(f"_{error}" for error in VALUE_ERRORS)
+    if name.removeprefix("ema_").endswith(error_suffixes):  # in the table of values
         return ""
     return next((text for end, text in MEANINGS.items() if name.endswith(end)), "")
 
@@ -566,7 +566,7 @@ CPU = "cpu"  # name of the device in an environment
 
 def speed(group: RunGroup) -> Section:
     """Examples per second, time spent waiting for data, and memory."""
-    several = max(place.processes for place in group.runs[0].manifest.environments) > 1
+    several = max(environment.processes for environment in group.runs[0].manifest.environments) > 1
     lead = "Waiting and memory are those of the first process." * several
     return Section("Speed and memory", [_speed(group), _waiting(group), *_memory(group)], lead)
 

@@ -157,8 +157,8 @@ class SeedValues(NamedTuple):
         >>> SeedValues((0.5, 0.7)).format(1, scale=100), SeedValues((0.5,)).format()
         ('60.0 ± 14.1', '0.500')
         """
-        about = "" if self.std is None else f" \u00b1 {scale * self.std:.{digits}f}"
-        return f"{scale * self.mean:.{digits}f}{about}"
+        spread = "" if self.std is None else f" \u00b1 {scale * self.std:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{spread}"
 
 
 def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
@@ -222,15 +222,17 @@ def check_seeds(runs: Sequence[FinishedRun]) -> None:
     """
     for a, b in combinations(runs, 2):
         folders = f"{a.result.folder} and {b.result.folder}"
-        found = [
+        differences = [
             f"{path} ({x!r} and {y!r})"
             for path, x, y in config_differences(a.manifest.run, b.manifest.run)
         ]
-        if found:
-            more = f" and {len(found) - SHOWN_DIFFERENCES} more" * (len(found) > SHOWN_DIFFERENCES)
+        if differences:
+            more = f" and {len(differences) - SHOWN_DIFFERENCES} more" * (
+                len(differences) > SHOWN_DIFFERENCES
+            )
             raise ValueError(
                 f"{folders} are runs of different recipes, which differ in "
-                f"{', '.join(found[:SHOWN_DIFFERENCES])}{more}; expected seeds of one recipe"
+                f"{', '.join(differences[:SHOWN_DIFFERENCES])}{more}; expected seeds of one recipe"
             )
         if a.seed == b.seed:
             raise ValueError(f"{folders} hold the same run, seed {a.seed}: expected distinct seeds")

@@ -148,9 +148,9 @@ class DenseTask(GridTask):
         count = len(self.class_names)
         expected = (len(grids), count, *grids.shape[2:])
         if not isinstance(outputs, Tensor) or outputs.shape != expected:
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else named_type(outputs)
+            described = tuple(outputs.shape) if isinstance(outputs, Tensor) else named_type(outputs)
             raise ValueError(
-                f"the model returns {found} for grids of shape {tuple(grids.shape)} with "
+                f"the model returns {described} for grids of shape {tuple(grids.shape)} with "
                 f"{plural(count, NOUNS[self.target.kind])}; expected model.out_channels {count}"
             )
         return outputs.float()
@@ -183,8 +183,8 @@ def _padded(parts: Sequence[Tensor], value: float, sides: tuple[int, ...] | None
     shapes = zip(*(part.shape for part in parts), strict=True)
     shape = tuple(map(max, shapes))
     shape = shape if sides is None else (*shape[: -len(sides)], *sides)
-    whole = parts[0].new_full((len(parts), *shape), value)
+    padded = parts[0].new_full((len(parts), *shape), value)
     for row, part in enumerate(parts):
         inside: Any = (row, *map(slice, part.shape))
-        whole[inside] = part
-    return whole
+        padded[inside] = part
+    return padded

@@ -107,14 +107,14 @@ def load_sample_classifier(
         FileNotFoundError: If the path does not exist.
         ValueError: If it is not a run of an image classifier, or its classes or channels differ.
     """
-    found = load_teacher(name, field=FIELD)
-    found.check(format, class_names)
-    if not isinstance(found.model, ImageClassifier):
+    teacher = load_teacher(name, field=FIELD)
+    teacher.check(format, class_names)
+    if not isinstance(teacher.model, ImageClassifier):
         raise ValueError(
-            f"{FIELD} is {name!r}, which holds {named_type(found.model)}, expected a run's "
+            f"{FIELD} is {name!r}, which holds {named_type(teacher.model)}, expected a run's "
             "ImageClassifier"
         )
-    return SampleClassifier(model=found.model, format=found.format)
+    return SampleClassifier(model=teacher.model, format=teacher.format)
 
 
 class Gaussian(NamedTuple):

@@ -55,11 +55,11 @@ class LinearForecast:
         windows = list(batches(train))
         inputs = torch.cat([self._features(x) for x, _ in windows]).numpy()
         targets = torch.cat([format.targets(y, x).flatten(1) for x, y in windows])
-        known = ~targets.isnan()
-        filled = torch.where(known, targets, 0)
-        for _ in range(1 if known.all() else ROUNDS):
+        is_observed = ~targets.isnan()
+        filled = torch.where(is_observed, targets, 0)
+        for _ in range(1 if is_observed.all() else ROUNDS):
             self.model = RidgeCV(alphas=ALPHAS).fit(inputs, filled.numpy())
-            filled = torch.where(known, targets, self._predict(inputs))
+            filled = torch.where(is_observed, targets, self._predict(inputs))
 
     def __call__(self, context: Context) -> Future:
         standard = self._predict(self._features(context).numpy()).double()
@@ -87,17 +87,19 @@ def with_quantiles(
     )
     spread = errors.double().nanquantile(errors.new_tensor(format.quantiles).double(), dim=0)
     spread[format.median] = 0
-    found = []
+    forecasts = []
     for context, _ in batches(test, most=len(test)):
         _, std = format.scale(context)
-        found.append(forecast(context)[:, None] + spread * std[:, None])
-    return torch.cat(found)
+        forecasts.append(forecast(context)[:, None] + spread * std[:, None])
+    return torch.cat(forecasts)
 
 
 def batches(windows: WindowSet, most: int = MAX_WINDOWS) -> Iterator[tuple[Context, Future]]:
     """Yield the contexts and futures of at most `most` windows, spread evenly."""
     count = min(len(windows), most)
-    places = [i * len(windows) // count for i in range(count)]
-    for at in range(0, count, BATCH):
-        values, *_ = windows.read([Example(place) for place in places[at : at + BATCH]]).batch
+    indices = [i * len(windows) // count for i in range(count)]
+    for start in range(0, count, BATCH):
+        values, *_ = windows.read(
+            [Example(index) for index in indices[start : start + BATCH]]
+        ).batch
         yield values[..., : windows.context], values[..., windows.context :]

@@ -115,11 +115,11 @@ class Forecasting(Task):
         errors = (true - predictions[:, self.format.median]).abs()
         scaled = errors / self.data.errors[rows["series"]][..., None]
         losses = pinball(true, predictions, self.config.quantiles).mean(dim=1)
-        known = ~losses.isnan()  # the targets that are observed, after an observed context
-        size = true[known].abs().sum()
-        scores = {"mase": scaled[known & ~scaled.isnan()].mean().item()}
-        scores |= {"mae": errors[known].mean().item()}
-        scores |= {"weighted_quantile_loss": (losses[known].sum() / size).item()}
+        is_observed = ~losses.isnan()  # the targets that are observed, after an observed context
+        size = true[is_observed].abs().sum()
+        scores = {"mase": scaled[is_observed & ~scaled.isnan()].mean().item()}
+        scores |= {"mae": errors[is_observed].mean().item()}
+        scores |= {"weighted_quantile_loss": (losses[is_observed].sum() / size).item()}
         return {name: score for name, score in scores.items() if score < float("inf")}
 
     @cached_property

@@ -134,9 +134,9 @@ class GridTask(Task):
 
     def _model_input(self, images: Tensor) -> Tensor:
         """Standardize this rank's shard of images, unless `to_device` has standardized them."""
-        own = images if self.reads_share else self.share.cut(images, axis=2)
-        is_standardized = self.is_wide and own.dtype != torch.float64
-        return own if is_standardized else self._standardized(own)
+        shard = images if self.reads_share else self.share.cut(images, axis=2)
+        is_standardized = self.is_wide and shard.dtype != torch.float64
+        return shard if is_standardized else self._standardized(shard)
 
     def _apply(self, model: nn.Module, batch: Batch) -> Any:
         """Apply the model to a batch, with its mask if the examples have different sizes."""

@@ -141,9 +141,9 @@ class ImageGeneration(Task):
         """
         del seed
         images, labels = batch
-        device, whole = images.device, rows.size * len(images)
-        fractions = torch.rand(whole, device=device)
-        noise = torch.randn(whole, *images.shape[1:], device=device)
+        device, batch_size = images.device, rows.size * len(images)
+        fractions = torch.rand(batch_size, device=device)
+        noise = torch.randn(batch_size, *images.shape[1:], device=device)
         if rows.size > 1:
             fractions, noise = (rows.cut(x, axis=0).clone() for x in (fractions, noise))
         return images, labels, self.noising.timesteps(fractions), noise
@@ -167,16 +167,16 @@ class ImageGeneration(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Rows:
         images, labels = batch
-        whole = self.codec.model_input(images)
-        x0, seeds = self.share.cut(whole, axis=2), _seeds_of(whole)
+        inputs = self.codec.model_input(images)
+        x0, seeds = self.share.cut(inputs, axis=2), _seeds_of(inputs)
         timesteps, errors = [], []
-        for part, (fraction, noise) in enumerate(_random_noise(seeds, whole)):
+        for part, (fraction, noise) in enumerate(_random_noise(seeds, inputs)):
             noise = self.share.cut(noise, axis=2)
             t = self.noising.timesteps((part + fraction) / PARTS)
             prediction, _ = self._predict(model, self.noising.mix(x0, noise, t), t, labels)
             error = (prediction - self.noising.target(x0, noise, t)) ** 2
             timesteps.append(t.float())
-            errors.append(error.flatten(1).sum(dim=1) / whole[0].numel())
+            errors.append(error.flatten(1).sum(dim=1) / inputs[0].numel())
         (sums,) = sum_over_ranks(torch.stack(errors, dim=1))
         rows = {
             "labels": labels,
@@ -202,13 +202,13 @@ class ImageGeneration(Task):
         return -metrics.get("feature_distance", metrics["loss"])
 
     def picture(self, model: nn.Module) -> Image | None:
-        each = self.config.samples_per_class
-        if not each:
+        images_per_class = self.config.samples_per_class
+        if not images_per_class:
             return None
-        shown = self.shown_classes()
-        columns = len(shown)
-        labels = torch.tensor(shown * each, device=next(model.parameters()).device)
-        seeds = [derive_seed(0, "picture", i) for i in range(columns * each)]
+        classes = self.shown_classes()
+        columns = len(classes)
+        labels = torch.tensor(classes * images_per_class, device=next(model.parameters()).device)
+        seeds = [derive_seed(0, "picture", i) for i in range(columns * images_per_class)]
         return image_grid(self.generate(model, labels, seeds), columns=columns)
 
     def shown_classes(self) -> list[int]:
@@ -275,7 +275,7 @@ class ImageGeneration(Task):
         if config.num_classes not in (0, classes):
             raise ValueError(
                 f"model.num_classes is {config.num_classes}, but the data has {classes} classes, "
-                "expected as many, or 0"
+                f"expected {classes}, or 0 to ignore them"
             )
         guidance = self.config.sampler.guidance_scale
         samples = self.config.samples_per_class > 0 or self.sample_classifier is not None
@@ -290,12 +290,14 @@ class ImageGeneration(Task):
         """Classify the test images, and as many generated images of the same classes."""
         assert self.sample_classifier is not None
         images, labels = batch
-        made = self.generate(model, labels, seeds)
+        samples = self.generate(model, labels, seeds)
         with sequence_parallel(None):  # the classifier reads whole images
-            generated, real = (self.sample_classifier(x) for x in (made, unit_pixels(images)))
-        rows = {"features": real.pooled, "made_features": generated.pooled}
+            sample_features, image_features = (
+                self.sample_classifier(x) for x in (samples, unit_pixels(images))
+            )
+        rows = {"features": image_features.pooled, "made_features": sample_features.pooled}
         if _is_conditional(model.config):
-            rows["predictions"] = generated.probabilities.argmax(dim=1)
+            rows["predictions"] = sample_features.probabilities.argmax(dim=1)
         return rows
 
 

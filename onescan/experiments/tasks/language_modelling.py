@@ -197,25 +197,25 @@ class MaskedLanguageModelling(Task):
     def _mask(self, batch: Batch, seed: int, rate: float, rows: Share = WHOLE) -> Batch:
         tokens, documents = batch
         generator = torch.Generator(tokens.device).manual_seed(seed)
-        whole = (rows.size * len(tokens), tokens.shape[1])
+        shape = (rows.size * len(tokens), tokens.shape[1])
         options: Any = {"generator": generator, "device": tokens.device}
         choice, draw, random_tokens = (
             rows.cut(x, axis=0)
             for x in (
-                torch.rand(whole, **options),
-                torch.rand(whole, **options),
-                torch.randint(self.tokenizer.size, whole, **options),
+                torch.rand(shape, **options),
+                torch.rand(shape, **options),
+                torch.randint(self.tokenizer.size, shape, **options),
             )
         )
-        chosen = self._choose(tokens, documents, choice, rate)
-        is_masked = chosen & (draw < self.config.mask_replace_prob)
+        is_selected = self._choose(tokens, documents, choice, rate)
+        is_masked = is_selected & (draw < self.config.mask_replace_prob)
         is_replaced = (
-            chosen
+            is_selected
             & ~is_masked
             & (draw < self.config.mask_replace_prob + self.config.random_replace_prob)
         )
         masked = random_tokens.where(is_replaced, tokens).masked_fill(is_masked, self.mask)
-        return masked, documents, tokens.where(chosen, IGNORE_INDEX)
+        return masked, documents, tokens.where(is_selected, IGNORE_INDEX)
 
     def shard(self, share: Share) -> None:
         """Shard rows after masking."""

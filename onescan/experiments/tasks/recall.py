@@ -81,8 +81,8 @@ class Recall(Task):
             "loss": (rows["losses"].double().sum() / pairs.sum()).item(),
         }
         for number in pairs.unique().tolist():
-            chosen = pairs == number
-            accuracy = right[chosen].sum() / pairs[chosen].sum()
+            is_selected = pairs == number
+            accuracy = right[is_selected].sum() / pairs[is_selected].sum()
             metrics[f"{number}_pairs_accuracy"] = accuracy.item()
         return Evaluation(metrics=metrics, arrays=rows)
 

@@ -98,8 +98,10 @@ def value_metrics(scores: Sequence[ValueScore], names: Sequence[str]) -> dict[st
     metrics["mae"] = mean(score.mae for score in scores)
     if 1 < len(scores) <= MAX_LISTED:
         for name, score in zip(names, scores, strict=True):
-            own = {"r2": score.r2, "rmse": score.rmse, "mae": score.mae}
-            metrics |= {f"{name}_{key}": x for key, x in own.items() if not math.isnan(x)}
+            output_metrics = {"r2": score.r2, "rmse": score.rmse, "mae": score.mae}
+            metrics |= {
+                f"{name}_{key}": x for key, x in output_metrics.items() if not math.isnan(x)
+            }
     return metrics
 
 

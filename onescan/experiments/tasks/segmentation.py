@@ -101,8 +101,10 @@ class Segmentation(DenseTask):
             "accuracy": (rows["correct"].sum() / rows["true"].sum()).item(),
         }
         if len(scores) <= MAX_LISTED:
-            own = zip(self.class_names, scores, strict=True)
-            metrics |= {f"{name}_iou": s.iou for name, s in own if not math.isnan(s.iou)}
+            scores_by_class = zip(self.class_names, scores, strict=True)
+            metrics |= {
+                f"{name}_iou": s.iou for name, s in scores_by_class if not math.isnan(s.iou)
+            }
         return Evaluation(metrics=metrics | {"loss": loss}, arrays=rows)
 
     def score(self, metrics: dict[str, float]) -> float:
@@ -148,23 +150,23 @@ def dice_loss(scores: GridOutputs, maps: ClassMaps) -> PerExample:
         scores: Logits.
         maps: Classes; positions of class -100 are left out.
     """
-    known = (maps != IGNORED).unsqueeze(1)
-    true = one_hot(maps.clamp(min=0), scores.shape[1]).movedim(-1, 1) * known
-    probabilities = scores.softmax(dim=1) * known
-    both, one, other = (
+    has_class = (maps != IGNORED).unsqueeze(1)
+    true = one_hot(maps.clamp(min=0), scores.shape[1]).movedim(-1, 1) * has_class
+    probabilities = scores.softmax(dim=1) * has_class
+    overlap, predicted, actual = (
         x.flatten(2).sum(dim=2) for x in (probabilities * true, probabilities, true)
     )
-    dice = (2 * both + SMOOTHING) / (one + other + SMOOTHING)
-    occurs = other > 0
+    dice = (2 * overlap + SMOOTHING) / (predicted + actual + SMOOTHING)
+    occurs = actual > 0
     return 1 - (dice * occurs).sum(dim=1) / occurs.sum(dim=1).clamp(min=1)
 
 
 def _count(
-    classes: Int[Tensor, "B positions"], chosen: Bool[Tensor, "B positions"], count: int
+    classes: Int[Tensor, "B positions"], is_counted: Bool[Tensor, "B positions"], count: int
 ) -> Counts:
     """Count the chosen positions of each class."""
     totals = classes.new_zeros(len(classes), count)
-    return totals.scatter_add_(1, classes.clamp(min=0), chosen.long())
+    return totals.scatter_add_(1, classes.clamp(min=0), is_counted.long())
 
 
 def _weights(

@@ -57,19 +57,23 @@ class Teacher:
         Raises:
             ValueError: If the channels, the number of classes, or their names differ.
         """
-        ours, theirs = len(class_names), len(self.class_names)
-        if theirs != ours:
-            raise self._mismatch(f"has {theirs} classes, the data has {ours}")
+        data_classes, teacher_classes = len(class_names), len(self.class_names)
+        if teacher_classes != data_classes:
+            raise self._mismatch(f"has {teacher_classes} classes, the data has {data_classes}")
         same_names = self.is_run or not {*self.class_names}.isdisjoint(class_names)
-        for i, (its, own) in enumerate(zip(self.class_names, class_names, strict=True)):
-            if same_names and its != own:
-                raise self._mismatch(f"calls class {i} {its!r}, the data calls it {own!r}")
+        for i, (teacher_name, data_name) in enumerate(
+            zip(self.class_names, class_names, strict=True)
+        ):
+            if same_names and teacher_name != data_name:
+                raise self._mismatch(
+                    f"calls class {i} {teacher_name!r}, the data calls it {data_name!r}"
+                )
         if self.format.channels != format.channels:
             channels = f"{self.format.channels} channels, the data has {format.channels}"
             raise self._mismatch(f"reads images of {channels}")
 
-    def _mismatch(self, what: str) -> ValueError:
-        return ValueError(f"{self.field} {self.name!r} {what}")
+    def _mismatch(self, problem: str) -> ValueError:
+        return ValueError(f"{self.field} {self.name!r} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +132,8 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
         raise FileNotFoundError(f"{field} is {name!r}: no checkpoint has been saved there")
     try:
         config = read_config(weights.parent)
-        known = {key: config[key] for key in ("format", "class_names", "target") if key in config}
-        record = from_dict(_Record, known | {"model": config["run"]["model"]})
+        entries = {key: config[key] for key in ("format", "class_names", "target") if key in config}
+        record = from_dict(_Record, entries | {"model": config["run"]["model"]})
         if (kind := record.target.kind) != "class":
             raise ValueError(f"it predicts targets of kind {kind}, expected classes")
         if not isinstance(record.format, ImageFormat):
@@ -144,7 +148,7 @@ def _of_run(name: str, field: str, weights: Path) -> Teacher:
     )
 
 
-def _of_transformers(name: str, field: str, place: str) -> Teacher:
+def _of_transformers(name: str, field: str, path: str) -> Teacher:
     try:
         from transformers import (  # type: ignore[import-not-found, unused-ignore]
             AutoImageProcessor,
@@ -153,16 +157,16 @@ def _of_transformers(name: str, field: str, place: str) -> Teacher:
 
         import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
-        what = f"{field} is {name!r}, which is not a run; loading it as a classifier"
-        raise missing_package(what, "transformers", "text") from error
+        purpose = f"{field} is {name!r}, which is not a run; loading it as a classifier"
+        raise missing_package(purpose, "transformers", "text") from error
     try:
         model = AutoModelForImageClassification.from_pretrained(
-            place, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
+            path, use_safetensors=True, dtype=torch.float32, trust_remote_code=False
         )
         # The image processor of timm's models has other fields and needs torchvision.
         source = getattr(model.config, "pretrained_cfg", None)
         if source is None:
-            source = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+            source = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     except LOAD_ERRORS as error:
         raise ValueError(
             f"{field} is {name!r}, which is neither a run nor an image classifier that "

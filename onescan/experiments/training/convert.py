@@ -89,13 +89,13 @@ def convert(
 
 
 def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.Module, Write]:
-    place = source if isinstance(source, nn.Module) else find(source)
-    if not isinstance(place, nn.Module) and is_run(place):
+    model_or_path = source if isinstance(source, nn.Module) else find(source)
+    if not isinstance(model_or_path, nn.Module) and is_run(model_or_path):
         raise ValueError(
             f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
             "it to another library"
         )
-    foreign = read(place, num_heads=num_heads)
+    foreign = read(model_or_path, num_heads=num_heads)
     if is_native(foreign.fields):
         raise ValueError(
             f"source is {str(source)!r}, which is a model of onescan; to='transformers' or "
@@ -106,8 +106,8 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
     heads = config.mixer.num_heads
     if num_heads not in (None, heads):
         raise ValueError(f"num_heads is {num_heads}, but the source has {heads} heads")
-    if not isinstance(place, nn.Module):
-        folder = place if place.is_dir() else place.parent
+    if not isinstance(model_or_path, nn.Module):
+        folder = model_or_path if model_or_path.is_dir() else model_or_path.parent
     return model, partial(_write, model=model, fields=foreign.fields, folder=folder)
 
 
@@ -312,20 +312,20 @@ def _write_run(
 
 def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict[str, Any]:
     """Return the mean, the standard deviation and the crop of images; ImageNet's by default."""
-    found: dict[str, Any] = {"mean": ImageDatasetConfig.mean, "std": ImageDatasetConfig.std}
+    pixels: dict[str, Any] = {"mean": ImageDatasetConfig.mean, "std": ImageDatasetConfig.std}
     if (timm := fields.get("pretrained_cfg")) is not None:
         return {
-            "mean": tuple(timm.get("mean", found["mean"])),
-            "std": tuple(timm.get("std", found["std"])),
+            "mean": tuple(timm.get("mean", pixels["mean"])),
+            "std": tuple(timm.get("std", pixels["std"])),
             "crop": timm.get("crop_pct"),
         }
     if folder is None or not (folder / PREPROCESSOR).is_file():
-        return found
+        return pixels
     settings = json.loads((folder / PREPROCESSOR).read_bytes())
-    found["mean"] = tuple(settings.get("image_mean", found["mean"]))
-    found["std"] = tuple(settings.get("image_std", found["std"]))
+    pixels["mean"] = tuple(settings.get("image_mean", pixels["mean"]))
+    pixels["std"] = tuple(settings.get("image_std", pixels["std"]))
     size = settings.get("size")
     if settings.get("do_center_crop") and size is not None:
         side = min(size.values()) if isinstance(size, Mapping) else size
-        found["crop"] = min(1.0, height / side)
-    return found
+        pixels["crop"] = min(1.0, height / side)
+    return pixels

@@ -94,10 +94,10 @@ def choose_workers(workers: int | None, data: DataSet) -> int:
         return workers
     if not data.decodes:
         return 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     linux = hasattr(os, "sched_getaffinity")  # counts the cores that this process may use
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    return max(1, min(MAX_DEFAULT_WORKERS, cores // here))
+    return max(1, min(MAX_DEFAULT_WORKERS, cores // processes))
 
 
 def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Ranks) -> slice:

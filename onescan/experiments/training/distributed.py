@@ -199,11 +199,11 @@ def _ignored_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def lost_process(error: BaseException) -> bool:
@@ -213,8 +213,8 @@ def lost_process(error: BaseException) -> bool:
     True
     """
     message = f"{error} {error.__cause__ or ''}"
-    is_theirs = isinstance(error, RuntimeError) and "gloo/" in message
-    return (is_theirs or isinstance(error, dist.DistError)) and any(
+    is_gloo = isinstance(error, RuntimeError) and "gloo/" in message
+    return (is_gloo or isinstance(error, dist.DistError)) and any(
         sign in message for sign in LOST_SIGNS
     )
 
@@ -265,8 +265,8 @@ def _existing_group() -> Ranks:
         raise ValueError(
             "the backend of torch.distributed is nccl, expected backend='cpu:gloo,cuda:nccl'"
         )
-    here = torch.cuda.device_count() or 1
-    local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % here))
+    gpus = torch.cuda.device_count() or 1
+    local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % gpus))
     return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), local=local)
 
 
@@ -292,7 +292,7 @@ def choose_device(name: str, ranks: Ranks) -> torch.device:
         raise ValueError(f"machine.device is {name!r}, but each process has its own: expected cuda")
     index, count = device.index or ranks.local, torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"machine.device is {name!r}, but GPU {index} is not among the {count}")
+        raise ValueError(f"machine.device is {name!r}, but the last GPU has index {count - 1}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -320,8 +320,8 @@ def prepare(
     if ranks.size == 1:
         return model
     if not machine.fsdp:
-        own = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=own, gradient_as_bucket_view=True)
+        device_ids = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     from torch.distributed.device_mesh import init_device_mesh  # slow: half a second
     from torch.distributed.fsdp import fully_shard
 

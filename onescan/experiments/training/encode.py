@@ -322,8 +322,8 @@ def _digest(vae: Any) -> str:
 def _source(data: ImageDatasetConfig) -> dict[str, Any]:
     """Return the fields of the images' config that determine the latents."""
     source = {name: x for name, x in configs.to_dict(data).items() if name not in IRRELEVANT}
-    place = Path(data.path).expanduser()
-    return source | ({"path": str(place.absolute())} if place.exists() else {})
+    path = Path(data.path).expanduser()
+    return source | ({"path": str(path.absolute())} if path.exists() else {})
 
 
 def _check_folder(out: Path) -> None:
@@ -347,12 +347,12 @@ def _claim(out: Path, contents: dict[str, Any]) -> None:
     if not any(out.glob("*.safetensors")):
         write_json(out / NOTES, contents)
         return
-    there, here = (_flatten(notes) for notes in (read_json(out), contents))
+    saved, current = (_flatten(notes) for notes in (read_json(out), contents))
     differences = [
-        f"{name} is {reprlib.repr(there.get(name))} in the folder and "
-        f"{reprlib.repr(here.get(name))} in this call"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name) and name.partition(".")[0] not in IRRELEVANT_NOTES
+        f"{name} is {reprlib.repr(saved.get(name))} in the folder and "
+        f"{reprlib.repr(current.get(name))} in this call"
+        for name in {**saved, **current}
+        if saved.get(name) != current.get(name) and name.partition(".")[0] not in IRRELEVANT_NOTES
     ]
     if differences:
         more = len(differences) - MAX_DIFFERENCES

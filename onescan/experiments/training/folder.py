@@ -133,8 +133,8 @@ class Manifest:
     @property
     def used_precision(self) -> Precision:
         """Precision of matrix products."""
-        asked = self.run.training.precision
-        return self.precision or ("float32" if asked == AUTO else asked)
+        requested = self.run.training.precision
+        return self.precision or ("float32" if requested == AUTO else requested)
 
 
 def check_run_dir(folder: Path, run: RunConfig, *, overwrite: bool) -> bool:
@@ -196,7 +196,7 @@ def write_manifest(
     Raises:
         ValueError: If the data has changed since the run began.
     """
-    here = Environment(
+    environment = Environment(
         since_step=step,
         onescan=__version__,
         python=platform.python_version(),
@@ -210,13 +210,13 @@ def write_manifest(
         matmul_precision=run.machine.matmul_precision,
         sequence_parallel=run.machine.sequence_parallel,
     )
-    before: tuple[Environment, ...] = ()
+    environments: tuple[Environment, ...] = ()
     if step > 0:
-        there = read_manifest(folder)
-        check_same_data(there, task, folder, resume=True)
-        before = tuple(e for e in there.environments if e.since_step < step)
-    changes = _changes(before[-1], here) if before else ()
-    same = before and not changes
+        saved = read_manifest(folder)
+        check_same_data(saved, task, folder, resume=True)
+        environments = tuple(e for e in saved.environments if e.since_step < step)
+    changes = _changes(environments[-1], environment) if environments else ()
+    is_unchanged = environments and not changes
     manifest = Manifest(
         onescan=__version__,
         run=run,
@@ -226,7 +226,7 @@ def write_manifest(
         examples=len(task.train),
         notes=task.notes,
         precision=precision,
-        environments=before if same else (*before, here),
+        environments=environments if is_unchanged else (*environments, environment),
     )
     write_config(folder, configs.to_dict(manifest))
     if step == 0:
@@ -320,8 +320,8 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
         ValueError: If something differs.
     """
     changes = [_class_change(manifest.class_names, task.class_names)]
-    same = operator.eq if resume else _is_near
-    if not same(manifest.format, task.format):
+    is_same_format = operator.eq if resume else _is_near
+    if not is_same_format(manifest.format, task.format):
         changes.append(f"format was {manifest.format!r} and is now {task.format!r}")
     if manifest.target != task.target:
         changes.append(f"target was {manifest.target!r} and is now {task.target!r}")
@@ -329,11 +329,11 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
         changes.append(
             f"there were {manifest.examples:,} training examples, now there are {len(task.train):,}"
         )
-    if found := [change for change in changes if change]:
+    if differences := [change for change in changes if change]:
         remedy = ", or start in another folder" if resume else ""
         raise ValueError(
-            f"the data has changed since the run in {folder} began: {found[0]}; restore the old "
-            f"data{remedy}"
+            f"the data has changed since the run in {folder} began: {differences[0]}; restore the "
+            f"old data{remedy}"
         )
 
 
@@ -344,12 +344,12 @@ def _is_near(a: Format, b: Format) -> bool:
     """
     if not (isinstance(a, GridFormat) and isinstance(b, GridFormat)) or len(a.std) != len(b.std):
         return a == b
-    near = all(
+    is_close = all(
         max(abs(m - n), abs(s - t)) <= ROUNDING * s
         for m, n, s, t in zip(a.mean, b.mean, a.std, b.std, strict=True)
     )
-    as_a: Any = b
-    return near and dataclasses.replace(as_a, mean=a.mean, std=a.std) == a
+    other: Any = b
+    return is_close and dataclasses.replace(other, mean=a.mean, std=a.std) == a
 
 
 def _class_change(before: tuple[str, ...], now: tuple[str, ...]) -> str:
@@ -377,23 +377,26 @@ def _has_checkpoint(folder: Path) -> bool:
     return last_state(folder) is not None or (folder / WEIGHTS).exists()
 
 
-def _check_same_run(folder: Path, there: Manifest, run: RunConfig) -> None:
-    found = [d for d in configs.differences(there.run, run) if not d[0].startswith(MACHINE)]
-    if run.training.precision in (AUTO, there.used_precision):
-        found = [d for d in found if d[0] != "training.precision"]
-    if not found:
+def _check_same_run(folder: Path, manifest: Manifest, run: RunConfig) -> None:
+    differences = [
+        d for d in configs.differences(manifest.run, run) if not d[0].startswith(MACHINE)
+    ]
+    if run.training.precision in (AUTO, manifest.used_precision):
+        differences = [d for d in differences if d[0] != "training.precision"]
+    if not differences:
         return
     listed = [
-        f"{path} is {a!r} in the folder and {b!r} in this run" for path, a, b in found[:MAX_SHOWN]
+        f"{path} is {a!r} in the folder and {b!r} in this run"
+        for path, a, b in differences[:MAX_SHOWN]
     ]
-    more = f", and {len(found) - len(listed)} more" if len(found) > len(listed) else ""
+    more = f", and {len(differences) - len(listed)} more" if len(differences) > len(listed) else ""
     hint = ""
-    if all(path.startswith(CONTINUED) for path, *_ in found) and (folder / WEIGHTS).exists():
+    if all(path.startswith(CONTINUED) for path, *_ in differences) and (folder / WEIGHTS).exists():
         hint = f"; to train on from its weights, choose another folder and set init_from='{folder}'"
     raise OtherRunError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
         f"or pass overwrite=True to remove the run in it{hint}",
-        fields=tuple(path for path, *_ in found),
+        fields=tuple(path for path, *_ in differences),
     )
 
 

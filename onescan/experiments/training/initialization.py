@@ -46,23 +46,31 @@ def init_from(name: str, model: nn.Module, class_names: tuple[str, ...] = ()) ->
             f"init_from is {name!r}, whose classes are in another order than the data: "
             f"{', '.join(source.class_names)} instead of {', '.join(class_names)}"
         )
-    there, here = other.state_dict(), model.state_dict()
-    theirs, ours = _mixers(other), _mixers(model)
-    replaced = [key for key in ours if key in theirs and type(ours[key]) is not type(theirs[key])]
+    source_weights, target_weights = other.state_dict(), model.state_dict()
+    source_mixers, target_mixers = _mixers(other), _mixers(model)
+    replaced = [
+        key
+        for key in target_mixers
+        if key in source_mixers and type(target_mixers[key]) is not type(source_mixers[key])
+    ]
     inside = tuple(f"{key}." for key in replaced)
-    bounds = [f"{key}." for each in (other, model) for key in _lower_bounds(each)]
+    bounds = [f"{key}." for network in (other, model) for key in _lower_bounds(network)]
     separate = (HEAD, *inside, *(bounds if replaced else ()))
     loaded, kept = (
         {key: weight for key, weight in weights.items() if not key.startswith(separate)}
-        for weights in (there, here)
+        for weights in (source_weights, target_weights)
     )
     _check_match(name, loaded, kept)
     if _head_class(other) is _head_class(model):
-        shared = [key for key in here if key.startswith(HEAD) and key in there]
-        loaded |= {key: there[key] for key in shared if there[key].shape == here[key].shape}
+        shared = [key for key in target_weights if key.startswith(HEAD) and key in source_weights]
+        loaded |= {
+            key: source_weights[key]
+            for key in shared
+            if source_weights[key].shape == target_weights[key].shape
+        }
     model.load_state_dict(loaded, strict=False)
-    mixers = Counter(_copy_projections(theirs[key], ours[key]) for key in replaced)
-    new = [key for key in here if key not in loaded and not key.startswith(inside)]
+    mixers = Counter(_copy_projections(source_mixers[key], target_mixers[key]) for key in replaced)
+    new = [key for key in target_weights if key not in loaded and not key.startswith(inside)]
     return "; ".join(
         [
             f"copied from {name}: {len(loaded)} tensors",
@@ -79,20 +87,20 @@ def _copy_projections(source: Mixer, target: Mixer) -> str:
     for role, projection in target.projections.items():
         if role not in source.projections:
             continue
-        theirs = projection_weights(source, source.projections[role])
-        ours = projection_weights(target, projection)
-        if not ours.corresponds_to(theirs):
+        source_weights = projection_weights(source, source.projections[role])
+        target_weights = projection_weights(target, projection)
+        if not target_weights.corresponds_to(source_weights):
             continue
-        copy_projection(theirs, ours)
-        has_no_bias = theirs.bias is not None and ours.bias is None
+        copy_projection(source_weights, target_weights)
+        has_no_bias = source_weights.bias is not None and target_weights.bias is None
         copied.append(f"{role} (without bias)" if has_no_bias else role)
         rows[projection.layer] += projection.stop - projection.start
     new = []
     for name, tensor in target.state_dict().items():
-        left = len(tensor) - rows[name.rpartition(".")[0]] if tensor.ndim else 1
-        if left:
-            is_part = tensor.ndim and left < len(tensor)
-            new.append(f"{left} rows of {name}" if is_part else name)
+        new_rows = len(tensor) - rows[name.rpartition(".")[0]] if tensor.ndim else 1
+        if new_rows:
+            is_part = tensor.ndim and new_rows < len(tensor)
+            new.append(f"{new_rows} rows of {name}" if is_part else name)
     return (
         f"{type(target).__name__} in place of {type(source).__name__}: "
         f"copied {', '.join(copied) or 'nothing'}, new {', '.join(new) or 'nothing'}"
@@ -113,14 +121,14 @@ def _head_class(model: nn.Module) -> type | None:
     return type(head) if isinstance(head, nn.Module) else None
 
 
-def _check_match(name: str, there: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+def _check_match(name: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     def shape(weights: Mapping[str, Tensor], key: str) -> str:
         return str(tuple(weights[key].shape)) if key in weights else "missing"
 
     wrong = [
-        f"{key} is {shape(there, key)} in the file and {shape(here, key)} in the model"
-        for key in dict.fromkeys([*here, *there])
-        if shape(there, key) != shape(here, key)
+        f"{key} is {shape(source, key)} in the file and {shape(target, key)} in the model"
+        for key in dict.fromkeys([*target, *source])
+        if shape(source, key) != shape(target, key)
     ]
     if wrong:
         more = f", and {len(wrong) - MAX_SHOWN} more" * (len(wrong) > MAX_SHOWN)

@@ -15,6 +15,7 @@ which does the same for onescan's own models.
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -124,9 +125,15 @@ def linearize(
         learning_rate=learning_rate,
         max_gradient_norm=max_gradient_norm,
     )
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay is {weight_decay}, expected at least 0")
+    if isinstance(data, Mapping | str):
+        raise ValueError(
+            f"data is {named_type(data)}, expected batches: a DataLoader, or a list such as [batch]"
+        )
     arguments = Replacement(kind=kind, shape=shape, prefix=prefix, options=options)
     new = build_replacements(model, arguments, exclude=exclude)
-    kept = _kept(list(new), softmax_every)
+    kept = _kept(new, softmax_every)
     new = {name: module for name, module in new.items() if name not in kept}
     # copy the output projections, because the originals still compute the targets
     copies = {module: copy.deepcopy(module) for module in new.values()}
@@ -134,28 +141,42 @@ def linearize(
     device = next(model.parameters()).device
     batches = _moved(_repeated(data), device)
     was_training = model.training
-    transfer = _transfer(
-        model, new, batches, loss or _default_output, transfer_steps,
-        learning_rate=transfer_learning_rate, max_gradient_norm=max_gradient_norm, report=report,
-    )  # fmt: skip
-    model.train(was_training)
-    install_replacements(model, new)
-    losses = _train(
-        model, batches, loss or _default_loss, steps, learning_rate=learning_rate,
-        weight_decay=weight_decay, max_gradient_norm=max_gradient_norm, report=report,
-    )  # fmt: skip
-    model.train(was_training)
+    try:
+        if steps and transfer_steps:  # a mistake in the loss should not be found after transfer
+            batches = _after_check(model, batches, loss or _default_loss)
+        transfer = _transfer(
+            model, new, batches, loss or _default_output, transfer_steps,
+            learning_rate=transfer_learning_rate, max_gradient_norm=max_gradient_norm,
+            report=report,
+        )  # fmt: skip
+        install_replacements(model, new)
+        losses = _train(
+            model, batches, loss or _default_loss, steps, learning_rate=learning_rate,
+            weight_decay=weight_decay, max_gradient_norm=max_gradient_norm, report=report,
+        )  # fmt: skip
+    finally:
+        model.train(was_training)
     return Linearized(
         replaced=tuple(new), kept=tuple(kept), transfer_losses=transfer, losses=losses
     )
 
 
-def _kept(names: list[str], every: int | None) -> list[str]:
-    """Return the names of every n-th layer."""
+def _kept(new: Mapping[str, nn.Module], every: int | None) -> list[str]:
+    """Return the names of every n-th layer; a layer with several names counts once."""
     if every is None:
         return []
     check_whole(2, softmax_every=every)
-    return names[every - 1 :: every]
+    kept = list(dict.fromkeys(new.values()))[every - 1 :: every]
+    return [name for name, module in new.items() if module in kept]
+
+
+@torch.no_grad()
+def _after_check(model: nn.Module, batches: Iterator[Any], loss_of: Loss) -> Iterator[Any]:
+    """Check the loss of the first batch, and return the batches, beginning with this one."""
+    first = next(batches)
+    model.eval()
+    _finite(_checked_loss(loss_of, model, first).item(), "training", 0)
+    return itertools.chain([first], batches)
 
 
 def _transfer(
@@ -173,7 +194,8 @@ def _transfer(
     losses: dict[str, list[float]] = {name: [] for name in students}
     if not steps:
         return losses
-    teachers = {name: model.get_submodule(name) for name in students}
+    # a module with several names is one teacher, which may be called several times
+    teachers = {model.get_submodule(name): name for name in reversed(list(students))}
     layers = nn.ModuleList(dict.fromkeys(students.values())).train()
     optimizer = AdamW(optim.parameter_groups(layers, 0.0), lr=learning_rate, betas=BETAS)
     model.eval()
@@ -181,10 +203,11 @@ def _transfer(
         _set_rate(optimizer, learning_rate, step, steps)
         optimizer.zero_grad()
         found = _compare(model, teachers, students, next(batches), run)
-        for name, error in found.items():
-            losses[name].append(_finite(error, "transfer", step))
+        for name, student in students.items():
+            losses[name].append(_finite(found[student], "transfer", step))
         for layer in layers:
-            nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
+            norm = nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
+            _finite(norm.item(), "transfer", step, what="gradient of the {} loss")
         optimizer.step()
         if report is not None:
             report("transfer", step + 1, math.fsum(found.values()) / len(found))
@@ -198,17 +221,17 @@ class _FinishedError(Exception):
 
 def _compare(
     model: nn.Module,
-    teachers: Mapping[str, nn.Module],
+    teachers: Mapping[nn.Module, str],
     students: Mapping[str, nn.Module],
     batch: Any,
     run: Callable[[nn.Module, Any], Any],
-) -> dict[str, float]:
-    """Compute the losses of all layers on a batch, and accumulate their gradients."""
-    found: dict[str, float] = {}
+) -> dict[nn.Module, float]:
+    """Compute the losses of all students on a batch, and accumulate their gradients."""
+    found: dict[nn.Module, list[float]] = {students[name]: [] for name in teachers.values()}
 
-    def hook_of(name: str) -> Callable[..., None]:
+    def hook_of(student: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            student, target = students[name], _tensor(output)
+            target = _tensor(output)
             real = real_tokens(student, args, kwargs)
             with torch.enable_grad():
                 error = _tensor(student(*args, **kwargs)).float() - target.float()
@@ -218,23 +241,24 @@ def _compare(
                 least = torch.finfo(torch.float32).tiny
                 loss = error.square().sum() / norm.square().sum().clamp(min=least)
                 loss.backward()
-            found[name] = loss.item()
-            if len(found) == len(students):
+            found[student].append(loss.item())
+            # a module with several names is called again
+            if len(found) == len(students) and all(found.values()):
                 raise _FinishedError
 
         return hook
 
     with ExitStack() as hooks, torch.no_grad():
-        for name, teacher in teachers.items():
-            handle = teacher.register_forward_hook(hook_of(name), with_kwargs=True)
+        for teacher, name in teachers.items():
+            handle = teacher.register_forward_hook(hook_of(students[name]), with_kwargs=True)
             hooks.callback(handle.remove)
         with suppress(_FinishedError):
             run(model, batch)
-    if missing := students.keys() - found.keys():
+    if missing := [name for name in teachers.values() if not found[students[name]]]:
         raise ValueError(
             f"the model did not use {min(missing)} on a batch of data; pass its name in exclude"
         )
-    return found
+    return {student: math.fsum(losses) / len(losses) for student, losses in found.items()}
 
 
 def _train(
@@ -256,14 +280,15 @@ def _train(
     model.train()
     for step in range(steps):
         _set_rate(optimizer, learning_rate, step, steps)
-        loss = loss_of(model, next(batches))
-        if not torch.is_tensor(loss) or loss.ndim:
-            given = f"shape {tuple(loss.shape)}" if torch.is_tensor(loss) else named_type(loss)
-            raise ValueError(f"loss returned {given}, expected a scalar tensor")
+        with torch.enable_grad():
+            loss = _checked_loss(loss_of, model, next(batches))
+        if not loss.requires_grad:
+            raise ValueError("loss returned a tensor that does not depend on the model's weights")
         losses.append(_finite(loss.item(), "training", step))
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+        _finite(norm.item(), "training", step, what="gradient of the {} loss")
         optimizer.step()
         if report is not None:
             report("train", step + 1, losses[-1])
@@ -277,12 +302,21 @@ def _set_rate(optimizer: Optimizer, peak: float, step: int, steps: int) -> None:
         group["lr"] = rate
 
 
-def _finite(loss: float, phase: str, step: int) -> float:
-    if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"the {phase} loss is {loss} at step {step + 1}; try a smaller learning rate"
-        )
+def _checked_loss(loss_of: Loss, model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch, after checking that it is a scalar."""
+    loss: Any = loss_of(model, batch)
+    if not torch.is_tensor(loss) or loss.ndim:
+        given = f"shape {tuple(loss.shape)}" if torch.is_tensor(loss) else named_type(loss)
+        raise ValueError(f"loss returned {given}, expected a scalar tensor")
     return loss
+
+
+def _finite(number: float, phase: str, step: int, what: str = "{} loss") -> float:
+    if not math.isfinite(number):
+        # nothing is trained before the first step, so the learning rate is not the cause
+        hint = "try a smaller learning rate" if step else "check the inputs and labels of the data"
+        raise FloatingPointError(f"the {what.format(phase)} is {number} at step {step + 1}; {hint}")
+    return number
 
 
 def _tensor(output: Any) -> Tensor:
@@ -293,16 +327,17 @@ def _tensor(output: Any) -> Tensor:
 
 def _repeated(data: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches again and again."""
-    while True:
+    for epoch in itertools.count():
         count = 0
         for batch in data:
             count += 1
             yield batch
         if not count:
-            raise ValueError(
-                "data has no batches left, expected a DataLoader or a list of batches that can be "
-                "read more than once"
+            reason = (
+                "data can be read only once, expected a DataLoader or a list of batches, or more "
+                "batches"
             )
+            raise ValueError(reason if epoch else "data has no batches")
 
 
 def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -322,7 +357,10 @@ def _default_output(model: nn.Module, batch: Any) -> Any:
     """Apply the model to a batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+    inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not torch.is_tensor(inputs):
+        raise _unknown_batch(batch)
+    return model(inputs)
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -336,9 +374,13 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
             )
         return loss
     if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004
-        raise ValueError(
-            f"data has batches of type {type(batch).__name__}, expected mappings or pairs "
-            "(inputs, classes); for other batches, pass loss"
-        )
+        raise _unknown_batch(batch)
     logits = getattr(output, "logits", output)
     return cross_entropy(logits, batch[1])
+
+
+def _unknown_batch(batch: Any) -> ValueError:
+    return ValueError(
+        f"data has batches of type {type(batch).__name__}, expected mappings or pairs (inputs, "
+        "classes); for other batches, pass loss"
+    )

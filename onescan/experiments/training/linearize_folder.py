@@ -6,19 +6,31 @@ model the interface of a native model, which these tasks expect.
 
 import json
 import math
-from collections.abc import Collection, Iterator
+import os
+import re
+import warnings
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import write_atomically, write_text_atomically
 from onescan.checkpoint.hub import find_folder
-from onescan.checks import LOAD_ERRORS, check_choice, check_positive, in_a_line
-from onescan.experiments.data import DeitAugmentConfig, ImageDatasetConfig, derive_seed
+from onescan.checks import LOAD_ERRORS, check_choice, check_positive, check_whole, in_a_line
+from onescan.experiments.data import (
+    DataSet,
+    DeitAugmentConfig,
+    Example,
+    ImageDatasetConfig,
+    derive_seed,
+)
+from onescan.experiments.data.base import listed
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.data.text_table import TextTableConfig
 from onescan.experiments.linearize_config import LinearizeConfig
@@ -33,16 +45,20 @@ from onescan.experiments.tasks import (
 from onescan.experiments.training.data import Loader, choose_workers
 from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.linearize import Linearized, Report, linearize
+from onescan.inference.loading import is_run
+from onescan.inputs.image_files import AnyPixels, BytePixels, Crop, decode, read_header
+from onescan.inputs.images import ImageFormat, to_bytes
 from onescan.inputs.tokenizer import load_tokenizer
-from onescan.messages import missing_package
+from onescan.messages import missing_package, plural
 from onescan.nn.multihead import KINDS
-from onescan.nn.replace import find_attention
+from onescan.nn.replace import Replacement, build_replacements
 from onescan.shapes import Tokens
+from onescan.zoo import resolve
 
-# model types whose positions begin after the padding id
-OFFSET = ("camembert", "data2vec-text", "esm", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod")
-LENGTH = 128
+LENGTH, LEAST = 128, 6  # tokens per text: default maximum, and minimum
+SURVEYED = 1_000  # images that are read before training, to find unreadable ones
 RESULTS = "linearize.json"
+NUMBERED = re.compile("LABEL_[0-9]+")
 IMAGES, MASKED, CLASSES = "ImageClassification", "MaskedLM", "SequenceClassification"
 
 
@@ -89,24 +105,20 @@ def linearize_folder(
         FileExistsError: If the output folder exists.
         FileNotFoundError: If there is no such model.
     """
-    check_positive(batch_size=config.batch_size)
-    if config.length is not None:
-        check_positive(length=config.length)
-    options = _options(config)
-    if out.exists():
-        raise FileExistsError(f"{out} already exists, expected a new folder")
+    options = _check(source, data, out, config)
     source = str(find_folder(source))
     model, processor = _load(source)
-    torch.manual_seed(derive_seed(config.seed, "model"))
-    model.to(device)
-    task, adapter = _task(model, source, data, config)
-    grid = _grid(model, config.exclude) if isinstance(adapter, ImageAdapter) else {}
+    attention = _replaceable(model, config, options)
+    task, adapter, grid = _open(model, processor, attention[0], source, data, config)
+    task.steps_per_epoch(config.batch_size)  # checks that there are enough examples
+    adapter.to(device)
     original = evaluate(adapter, task).metrics
     loader = Loader(
         task.train,
         task.batches(step=0, batch_size=config.batch_size, seed=config.seed),
         workers=choose_workers(None, task.train),
     )
+    torch.manual_seed(derive_seed(config.seed, "model"))
     with closing(loader):
         done = linearize(
             model,
@@ -134,14 +146,45 @@ def linearize_folder(
     return outcome
 
 
-def _options(config: LinearizeConfig) -> dict[str, Any]:
-    """Return the options of the attention layers."""
+def _check(source: str, data: str, out: Path, config: LinearizeConfig) -> dict[str, Any]:
+    """Check the arguments before anything is read; return the options of the attention layers."""
+    for name, path in (("model", source), ("data", data)):
+        if not path.strip():
+            raise ValueError(f"{name} is {path!r}, expected a path or a name")
     check_choice("kind", config.kind, KINDS)
-    if config.decay is None:
-        return {}
-    if config.kind == "lightnet":
+    if config.decay is not None and config.kind == "lightnet":
         raise ValueError(f"decay is {config.decay!r} with kind='lightnet', expected None")
-    return {"decay": config.decay}
+    check_whole(0, transfer_steps=config.transfer_steps, steps=config.steps)
+    check_whole(1, batch_size=config.batch_size)
+    if config.length is not None:
+        check_whole(1, length=config.length)
+    if config.softmax_every is not None:
+        check_whole(2, softmax_every=config.softmax_every)
+    check_positive(
+        transfer_learning_rate=config.transfer_learning_rate, learning_rate=config.learning_rate
+    )
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} already exists, expected a new folder")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"out is '{out}', but nothing can be written to {above}")
+    if (place := Path(resolve(source))).exists() and is_run(place):
+        raise ValueError(
+            f"model {source!r} is a native onescan model, expected a transformers model; if it has "
+            "softmax attention, use onescan train linearize_vit or linearize_gpt2"
+        )
+    return {} if config.decay is None else {"decay": config.decay}
+
+
+def _replaceable(model: Any, config: LinearizeConfig, options: dict[str, Any]) -> list[str]:
+    """Return the names of the modules to replace.
+
+    Raises:
+        ValueError: If they cannot be replaced, or if the options do not fit.
+    """
+    arguments = Replacement(kind=config.kind, options=options)
+    with warnings.catch_warnings(action="ignore"):  # `linearize` warns
+        return list(build_replacements(model, arguments, exclude=config.exclude))
 
 
 def _transformers() -> Any:
@@ -163,6 +206,7 @@ def _save(
         "settings": asdict(config),
         "original": outcome.original,
         "linear": outcome.linear,
+        "notes": outcome.notes,
         "replaced": outcome.linearized.replaced,
         "kept": outcome.linearized.kept,
         "transfer_losses": {
@@ -177,46 +221,99 @@ def _load(source: str) -> tuple[Any, Any]:
     transformers = _transformers()
     safe: Any = {"trust_remote_code": False}
     try:
-        fields = transformers.AutoConfig.from_pretrained(source, **safe)
-        name = (fields.architectures or ["of unknown class"])[0]
-        if not name.endswith((IMAGES, MASKED, CLASSES)):
-            raise ValueError(
-                f"it is {name}, expected a class whose name ends in For{MASKED}, For{CLASSES} or "
-                f"For{IMAGES}; for other models, call onescan.linearize in Python"
-            )
-        reads_images = name.endswith(IMAGES)
+        name = _architecture(transformers.PreTrainedConfig.get_config_dict(source)[0])
         auto: Any = getattr(transformers, f"AutoModelFor{name.rpartition('For')[2]}")
-        model = auto.from_pretrained(source, use_safetensors=True, dtype=torch.float32, **safe)
-        kind: Any = transformers.AutoImageProcessor if reads_images else transformers.AutoTokenizer
-        processor = kind.from_pretrained(source, **safe)
+        model, info = auto.from_pretrained(
+            source, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **safe
+        )
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"its files lack {plural(len(missing), 'tensor')} of {type(model).__name__}, such "
+                f"as {missing[0]}; the head or the number of layers may be another one"
+            )
+        if name.endswith(IMAGES):
+            processor = transformers.AutoImageProcessor.from_pretrained(source, **safe)
+        else:
+            processor = transformers.AutoTokenizer.from_pretrained(source, **safe)
+            _check_tokenizer(processor, model)
+        if not name.endswith(MASKED):
+            _check_problem(model.config)
     except LOAD_ERRORS as error:
         raise ValueError(f"model {source!r} cannot be linearized: {in_a_line(error)}") from error
     return model, processor
 
 
-class ImageAdapter(nn.Module):
-    """A transformers image classifier with the interface of a native one."""
+def _architecture(fields: dict[str, Any]) -> str:
+    """Return the class of a saved model, from the fields of its config.json."""
+    if fields.get("model_type") == "onescan_linearized":
+        raise ValueError("its attention is already linear")
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(
+            f"architectures is {names!r} in its config.json, expected a list with the name of the "
+            "model's class"
+        )
+    if not names[0].endswith((IMAGES, MASKED, CLASSES)):
+        raise ValueError(
+            f"it is {names[0]}, expected a class whose name ends in For{MASKED}, For{CLASSES} or "
+            f"For{IMAGES}; for other models, call onescan.linearize in Python"
+        )
+    return names[0]
+
+
+def _check_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Raise ValueError if a tokenizer has no words, or more tokens than the model."""
+    ids, size = set(tokenizer.get_vocab().values()), getattr(model.config, "vocab_size", math.inf)
+    if len(ids - set(tokenizer.all_special_ids)) <= 1:  # perhaps a space
+        raise ValueError(
+            "its tokenizer has only special tokens: are files of the tokenizer missing, such as "
+            "tokenizer.json?"
+        )
+    if max(ids) >= size:
+        raise ValueError(
+            f"its tokenizer has token ids up to {max(ids)}, but the model has {size} tokens"
+        )
+
+
+def _check_problem(config: Any) -> None:
+    """Raise ValueError unless a classifier chooses one of several classes."""
+    if config.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"problem_type is {config.problem_type!r} in its config.json, expected "
+            "'single_label_classification': each example has one class"
+        )
+    if config.num_labels < 2:  # noqa: PLR2004
+        raise ValueError(f"it has {plural(config.num_labels, 'class')}, expected two or more")
+
+
+class Adapter(nn.Module):
+    """A transformers model with the interface of a native one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(pixel_values=images).logits
-        return logits
 
+class ClassAdapter(Adapter):
+    """A classifier whose classes are in the order of the data.
 
-class TextAdapter(nn.Module):
-    """A transformers text classifier with the interface of a native one."""
+    Args:
+        model: The transformers model.
+        order: The model's class of each class of the data.
+    """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+    order: Tensor
 
-    def forward(self, tokens: Tensor, keep: Tensor, *, segments: Tensor | None = None) -> Tensor:
-        assert segments is None
-        logits: Tensor = self.model(input_ids=tokens, attention_mask=keep.long()).logits
-        return logits
+    def __init__(self, model: Any, order: list[int]) -> None:
+        super().__init__(model)
+        self.register_buffer("order", torch.tensor(order))
+
+    def forward(self, x: Tensor, keep: Tensor | None = None, *, segments: None = None) -> Tensor:
+        if keep is None:
+            logits: Tensor = self.model(pixel_values=x).logits
+        else:
+            logits = self.model(input_ids=x, attention_mask=keep.long()).logits
+        return logits[:, self.order]
 
 
 class WholeRows(MaskedLanguageModelling):
@@ -227,12 +324,8 @@ class WholeRows(MaskedLanguageModelling):
         return model(masked.to(device), (documents >= 0).to(device), **options)
 
 
-class MaskedAdapter(nn.Module):
-    """A transformers masked language model with the interface of a native one."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+class MaskedAdapter(Adapter):
+    """A masked language model."""
 
     def forward(
         self, tokens: Tensor, keep: Tensor, *, positions: Tensor | None = None, read_outs: int = 1
@@ -242,29 +335,59 @@ class MaskedAdapter(nn.Module):
         return logits if positions is None else logits.flatten(0, 1)[None, positions]
 
 
-def _task(
-    model: Any, source: str, data: str, config: LinearizeConfig
-) -> tuple[Task, ImageAdapter | TextAdapter | MaskedAdapter]:
-    """Open the data, and build the task and the adapter of the model."""
+def _open(
+    model: Any, processor: Any, attention: str, source: str, data: str, config: LinearizeConfig
+) -> tuple[Task, Adapter, dict[str, Any]]:
+    """Open the data; return the task, the adapter, and the shape of the tokens and their prefix.
+
+    Args:
+        model: The model, on the CPU.
+        processor: Its tokenizer or image processor.
+        attention: Name of an attention module of the model.
+        source: Folder of the model.
+        data: Path of the data.
+        config: Settings.
+    """
     name = type(model).__name__
     if name.endswith(IMAGES):
-        images = ImageDatasetConfig(path=data, **_image_format(model, source)).build()
-        _check_classes(model, images.class_names)
-        augment = DeitAugmentConfig(num_ops=0, random_erasing=0.0, pad=_pad(model))
+        format = image_format(model, processor)
+        grid = _grid(model, attention, format)
+        images = _open_images(data, format, config)
+        pad = min(format.height, format.width) // 8  # as is usual for CIFAR
+        augment = DeitAugmentConfig(num_ops=0, random_erasing=0.0, pad=pad)
         task: Any = ImageClassificationConfig(augment=augment if config.augment else None)
-        return task.build(images), ImageAdapter(model)
+        return *_classify(model, task, images), grid
     length = _length(model, config.length)
+    _check_length(model, processor, length)
+    text: Any = {
+        "path": data,
+        "tokenizer": source,
+        "length": length,
+        "text_column": config.text_column,
+        "test_fraction": config.test_fraction,
+        "on_error": config.on_error,
+    }
     if name.endswith(CLASSES):
-        table = TextTableConfig(path=data, tokenizer=source, length=length).build()
-        _check_classes(model, table.class_names)
-        return SequenceClassificationConfig().build(table), TextAdapter(model)
+        table = TextTableConfig(**text, label_column=config.label_column or "label").build()
+        return *_classify(model, SequenceClassificationConfig(), table), {}
     framed = load_tokenizer(source).frame is not None
-    text = TextDatasetConfig(
-        path=data, tokenizer=source, length=length, add_special_tokens=framed
-    ).build()
+    corpus = TextDatasetConfig(**text, add_special_tokens=framed).build()
     masked = MaskedLanguageModellingConfig()
-    masked.build(text)  # checks the tokenizer
-    return WholeRows(masked, text), MaskedAdapter(model)
+    masked.build(corpus)  # checks the tokenizer
+    rows = WholeRows(masked, corpus)
+    rows.notes = corpus.notes
+    return rows, MaskedAdapter(model), {}
+
+
+def _classify(model: Any, config: Any, splits: Any) -> tuple[Task, Adapter]:
+    """Build the task and the adapter of a classifier."""
+    order, notes = match_classes(model.config, splits.class_names)
+    task: Task = config.build(splits)
+    task.notes = (*splits.notes, *notes)
+    return task, ClassAdapter(model, order)
+
+
+# Texts
 
 
 def _length(model: Any, length: int | None) -> int:
@@ -276,16 +399,150 @@ def _length(model: Any, length: int | None) -> int:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is None:
         return length or LENGTH
-    if model.config.model_type in OFFSET:
-        most -= model.config.pad_token_id + 1
+    for name, module in model.named_modules():
+        first = getattr(module, "padding_idx", None)
+        if name.rpartition(".")[2] == "position_embeddings" and first is not None:
+            most -= first + 1  # positions begin after the padding id
+            break
     if length is not None and length > most:
         raise ValueError(f"length is {length}, but the model has {most} positions")
     return length or min(LENGTH, most)
 
 
-def _pad(model: Any) -> int:
-    """Return the padding before random crops: an eighth of the image, as is usual for CIFAR."""
-    return int(min(_pair(model.config.image_size)) // 8)
+def _check_length(model: Any, tokenizer: Any, length: int) -> None:
+    """Raise ValueError if the model cannot read a text of this many tokens."""
+    if length < LEAST:
+        raise ValueError(f"length is {length}, expected {LEAST} or more")
+    token = max(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    tokens = torch.full((1, length), token)
+    _try(model, f"a text of {length} tokens", input_ids=tokens, attention_mask=tokens * 0 + 1)
+
+
+def _try(model: Any, what: str, **inputs: Tensor) -> None:
+    """Raise ValueError if a model raises an error."""
+    try:
+        with torch.no_grad():
+            model.eval()(**inputs)
+    except LOAD_ERRORS as error:
+        raise ValueError(f"the model cannot read {what}: {in_a_line(error)}") from error
+
+
+# Images
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessedFormat(ImageFormat):
+    """Images that the image processor of a transformers model resizes and crops."""
+
+    processor: Any
+
+    def decode(self, file: Path | BytesIO, crop: Crop | None = None) -> AnyPixels:
+        """Read an image file as the image processor does, but without standardizing it."""
+        assert crop is None
+        header = read_header(file)
+        pixels = decode(
+            file,
+            channels=self.channels,
+            height=header.height,
+            width=header.width,
+            crop=lambda width, height: (0.0, 0.0, float(width), float(height)),
+        )
+        found = _resized(self.processor, to_bytes(pixels))
+        if found.shape != (self.channels, self.height, self.width):
+            raise ValueError(
+                f"becomes {tuple(found.shape)} in the image processor, expected "
+                f"{(self.channels, self.height, self.width)}"
+            )
+        return found
+
+
+def _processed(processor: Any, pixels: BytePixels, **options: Any) -> Tensor:
+    """Apply an image processor to one image."""
+    images: Tensor = processor(
+        pixels.numpy(), input_data_format="channels_first", return_tensors="pt", **options
+    )["pixel_values"]
+    if images.ndim != 4 or len(images) != 1:  # noqa: PLR2004
+        raise ValueError(
+            f"it returns pixel_values of shape {tuple(images.shape)}, expected one image"
+        )
+    return images[0]
+
+
+def _resized(processor: Any, pixels: BytePixels) -> Tensor:
+    """Resize and crop an image as an image processor does."""
+    found = _processed(processor, pixels, do_rescale=False, do_normalize=False)
+    return found.float().round().clamp(0, 255).byte()
+
+
+def image_format(model: Any, processor: Any) -> ProcessedFormat:
+    """Return the format of the images that an image processor makes.
+
+    Raises:
+        ValueError: If the processor does more than resizing, cropping, scaling and standardizing.
+    """
+    vision = getattr(model.config, "vision_config", model.config)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+    height, width = _pair(size or 224)
+    noise = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (channels, height, width), dtype=torch.uint8, generator=noise)
+    try:
+        resized, expected = _resized(processor, pixels), _processed(processor, pixels)
+        white = 255 * (processor.rescale_factor if processor.do_rescale else 1)
+        mean, std = (
+            tuple((np.broadcast_to(numbers, channels) / white).tolist())
+            for numbers in (
+                (processor.image_mean, processor.image_std) if processor.do_normalize else (0, 1)
+            )
+        )
+    except LOAD_ERRORS as error:
+        raise ValueError(
+            f"the model's image processor cannot be used: {in_a_line(error)}"
+        ) from error
+    format = ProcessedFormat(
+        channels=channels, height=resized.shape[1], width=resized.shape[2], mean=mean, std=std,
+        processor=processor,
+    )  # fmt: skip
+    found = format.model_input(resized)
+    if not torch.allclose(found, expected.float(), rtol=1e-3, atol=1e-3 / min(std)):
+        raise ValueError(
+            f"the model's image processor is {type(processor).__name__}, expected one that only "
+            "resizes, crops, rescales and normalizes images"
+        )
+    return format
+
+
+def _open_images(path: str, format: ProcessedFormat, config: LinearizeConfig) -> Any:
+    splits: Any = ImageDatasetConfig(
+        path=path,
+        label_column=config.label_column,
+        test_fraction=config.test_fraction,
+        on_error=config.on_error,
+        image_size=(format.height, format.width),
+        channels=format.channels,  # type: ignore[arg-type]  # which `ImageFormat` has checked
+        mean=format.mean,
+        std=format.std,
+        train_crop=None,
+        test_crop=None,
+    ).build()
+    train, test = (
+        replace(part, reader=replace(part.reader, format=format))
+        for part in (splits.train, splits.test)
+    )
+    if config.on_error == "raise":
+        _check_readable(train)
+    # Notes on crops and stretching are about the format that was replaced.
+    notes = tuple(note for note in splits.notes if not note.startswith("images are "))
+    return replace(splits, train=train, test=test, format=format, notes=notes)
+
+
+def _check_readable(images: DataSet) -> None:
+    """Read some of the images, so that an unreadable one is found before training.
+
+    Raises:
+        ValueError: If one cannot be read; names the file.
+    """
+    for index in range(0, len(images), -(-len(images) // SURVEYED)):
+        images.read([Example(index)])
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -293,64 +550,77 @@ def _pair(size: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _image_format(model: Any, source: str) -> dict[str, Any]:
-    """Return how the image processor of a model standardizes images, for `ImageDatasetConfig`."""
-    processor: Any = _transformers().AutoImageProcessor.from_pretrained(source)
-    for name in ("image_mean", "image_std"):
-        if getattr(processor, name, None) is None:
-            raise ValueError(f"model {source!r} has an image processor without {name}")
-    crop = None
-    if getattr(processor, "do_center_crop", False):
-        side, whole = processor.crop_size["height"], processor.size.get("shortest_edge")
-        crop = side / whole if whole else None
-    return {
-        "image_size": _pair(model.config.image_size),
-        "channels": model.config.num_channels,
-        "mean": tuple(processor.image_mean),
-        "std": tuple(processor.image_std),
-        "class_names": _class_names(model),
-        "test_crop": crop,
-        "train_crop": None,
-    }
+def _grid(model: Any, attention: str, format: ImageFormat) -> dict[str, Any]:
+    """Return the shape of a model's patches and the number of tokens before them, if it has any.
 
-
-def _class_names(model: Any) -> tuple[str, ...]:
-    """Return the names of a model's classes; empty if they are only numbered."""
-    names = tuple(model.config.id2label[i] for i in range(model.config.num_labels))
-    return () if all(name.startswith("LABEL_") for name in names) else names
-
-
-def _check_classes(model: Any, names: tuple[str, ...]) -> None:
-    """Raise ValueError if the data has other classes than the model."""
-    known, count = _class_names(model), model.config.num_labels
-    if len(names) != count or (known and set(known) != set(names)):
-        raise ValueError(
-            f"data has the classes {', '.join(names)}, but the model has "
-            f"{', '.join(known) if known else f'{count} classes'}"
-        )
-    if known and known != names:
-        raise ValueError(f"the model has the classes in another order: {', '.join(known)}")
-
-
-def _grid(model: Any, exclude: Collection[str]) -> dict[str, Any]:
-    """Return the shape of a model's patches and the number of tokens before them."""
-    patch = getattr(model.config, "patch_size", None)
-    if patch is None:
-        return {}
-    sides = zip(_pair(model.config.image_size), _pair(patch), strict=True)
-    shape = tuple(side // size for side, size in sides)
+    Raises:
+        ValueError: If the model cannot read images of this format.
+    """
     seen: list[int] = []
-    module = model.get_submodule(next(iter(find_attention(model, exclude, causal=False))))
-    hook = module.register_forward_pre_hook(
+    hook = model.get_submodule(attention).register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(next(iter((*args, *kwargs.values()))).shape[1]),
         with_kwargs=True,
     )
-    images = torch.zeros(1, model.config.num_channels, *_pair(model.config.image_size))
-    with torch.no_grad():
-        model.eval()(pixel_values=images.to(next(model.parameters()).device))
+    what = f"images of {format.height} x {format.width} pixels, as its image processor makes them"
+    images = torch.zeros(1, format.channels, format.height, format.width)
+    _try(model, what, pixel_values=images)
     hook.remove()
+    patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", None)
+    if patch is None or not seen:
+        return {}
+    sides = zip((format.height, format.width), _pair(patch), strict=True)
+    shape = tuple(side // size for side, size in sides)
     prefix = seen[0] - math.prod(shape)
     return {"shape": shape, "prefix": prefix} if prefix >= 0 else {}
+
+
+# Classes
+
+
+def match_classes(config: Any, names: tuple[str, ...]) -> tuple[list[int], list[str]]:
+    """Match the classes of the data with those of a model, by name or by number.
+
+    If the model's classes are only numbered, its config gets the names of the data.
+
+    Args:
+        config: Config of the model.
+        names: Names of the classes of the data.
+
+    Returns:
+        The model's class of each class of the data; and notes.
+
+    Raises:
+        ValueError: If they are not the same classes.
+    """
+    count = config.num_labels
+    known = [str(config.id2label.get(i)) for i in range(count)]
+    if sorted(known) == sorted(names):
+        return [known.index(name) for name in names], []
+    is_numbered = all(map(NUMBERED.fullmatch, known))
+    ordered = sorted(names, key=_by_number)
+    are_indices = all(re.fullmatch("[0-9]+", name) for name in names) and (
+        [int(name) for name in ordered] == list(range(count))
+    )
+    is_match = are_indices or (is_numbered and not any(map(NUMBERED.fullmatch, names)))
+    if len(names) != count or not is_match:
+        raise ValueError(
+            f"data has the classes {listed(names)}, but the model has "
+            f"{plural(count, 'class') if is_numbered else listed(known)}"
+        )
+    order, notes = [ordered.index(name) for name in names], []
+    if not (is_numbered and are_indices):
+        pairs = [f"{name} is {known[i]}" for i, name in enumerate(ordered)]
+        notes = [f"classes of the data, and of the model: {listed(pairs)}"]
+    if is_numbered and not are_indices:
+        config.id2label = dict(enumerate(ordered))
+        config.label2id = {name: i for i, name in enumerate(ordered)}
+    return order, notes
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Return the key that sorts names by the numbers in them."""
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 def _batches(loader: Loader, task: Task, seed: int, device: torch.device) -> Iterator[Batch]:

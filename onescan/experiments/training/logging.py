@@ -69,9 +69,9 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     return [_parse(line + b"\n", f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _parse(text: bytes, place: str) -> dict[str, Any]:
+def _parse(content: bytes, source: str) -> dict[str, Any]:
     remedy = "remove the file to continue without its history"
-    line: dict[str, Any] = from_json(text, place, remedy)
+    line: dict[str, Any] = from_json(content, source, remedy)
     match line:
         case {"step": int(), "epoch": int() | float(), "split": split, **metrics} if (
             split in get_args(Split)
@@ -79,7 +79,7 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
             numbers = (line["step"], line["epoch"], *metrics.values())
             if all(number is None or is_number(number) for number in numbers):
                 return {name: math.nan if it is None else it for name, it in line.items()}
-    raise damaged(place, line, remedy)
+    raise damaged(source, line, remedy)
 
 
 def waiting_share(lines: Iterable[Mapping[str, Any]]) -> float:
@@ -109,12 +109,12 @@ class Records:
 
     def __init__(self, folder: Path, run: RunConfig, *, upto: int) -> None:
         self.folder = folder
-        kept = [line for line in read_metrics(folder) if line["step"] <= upto]
-        evaluations = [line for line in kept if line["split"] == "test"]
+        kept_lines = [line for line in read_metrics(folder) if line["step"] <= upto]
+        evaluations = [line for line in kept_lines if line["split"] == "test"]
         self.evaluated = max((line["step"] for line in evaluations), default=0)
         last = evaluations[-1] if evaluations else {}
         self.metrics = {name: x for name, x in last.items() if name not in NO_METRICS}
-        text = "".join(map(_format, kept))
+        text = "".join(map(_format, kept_lines))
         write_text_atomically(folder / METRICS, text)
         self.file = (folder / METRICS).open("a", encoding="utf-8", newline="\n")
         self.trackers = open_trackers(run.machine.trackers, folder=folder, run=run, step=upto)
@@ -264,11 +264,11 @@ def _open_tracker(name: TrackerName, folder: Path, run: RunConfig, step: int) ->
             remove_from(folder / TENSORBOARD, EVENTS)
         tracker = tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=step + 1)
     elif name == "trackio":
-        known_as = f"{title}/{_tracker_id(folder, step)}"  # trackio has no other identifier
-        tracker = tracking.TrackioTracker(PROJECT, name=known_as, config=config, resume="allow")
+        run_id = f"{title}/{_tracker_id(folder, step)}"  # trackio has no other identifier
+        tracker = tracking.TrackioTracker(PROJECT, name=run_id, config=config, resume="allow")
     else:
-        known_as = _tracker_id(folder, step)
-        settings = {"name": title, "id": known_as, "dir": str(folder), "resume": "allow"}
+        run_id = _tracker_id(folder, step)
+        settings = {"name": title, "id": run_id, "dir": str(folder), "resume": "allow"}
         tracker = tracking.WandBTracker(PROJECT, config=config, **settings)
     tracker.main_process_only = False  # only rank 0 opens trackers
     tracker.start()
@@ -276,8 +276,8 @@ def _open_tracker(name: TrackerName, folder: Path, run: RunConfig, step: int) ->
         if is_new:
             tracker.log({"config": f"```\n{json.dumps(config, indent=2)}\n```"}, step=step)
         return tracker, 0
-    run_of = tracker.tracker  # trackio has no public name for the step
-    return tracker, run_of._next_step if name == "trackio" else run_of.starting_step
+    tracker_run = tracker.tracker  # trackio has no public name for the step
+    return tracker, tracker_run._next_step if name == "trackio" else tracker_run.starting_step
 
 
 def _tracker_id(folder: Path, step: int) -> str:
@@ -285,10 +285,10 @@ def _tracker_id(folder: Path, step: int) -> str:
     path = folder / TRACKER_ID
     if step == 0 or not path.exists():
         write_text_atomically(path, uuid4().hex[:12])
-    found = path.read_bytes()
-    if not re.fullmatch(rb"[0-9a-f]{12}", found):
-        raise damaged(path, found, "remove it to start a new run in the trackers")
-    return found.decode()
+    content = path.read_bytes()
+    if not re.fullmatch(rb"[0-9a-f]{12}", content):
+        raise damaged(path, content, "remove it to start a new run in the trackers")
+    return content.decode()
 
 
 INSTALL = {"tensorboard": "pip install 'onescan[log]'", "accelerate": "pip install 'onescan[log]'"}

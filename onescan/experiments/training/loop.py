@@ -142,7 +142,7 @@ def train(
         build_on_meta(run.model)  # raises if it does not fit into memory
         torch.manual_seed(derive_seed(settings.seed, "model"))
         model = build_unchecked(run.model)
-        initialized = ""
+        initialization = ""
         is_new = is_replaced or not ranks.first(lambda: last_state(folder))
         precision: Precision = ranks.first(
             lambda: (
@@ -152,7 +152,7 @@ def train(
             )
         )
         if run.init_from and is_new:
-            initialized = init_from(run.init_from, model, task.class_names)
+            initialization = init_from(run.init_from, model, task.class_names)
         model = model.to(device)
         task.prepare_training(device)
         if ranks.sequence > 1:
@@ -168,13 +168,15 @@ def train(
             reports_ema=settings.reported_weights == "ema",
             scaler=build_scaler(precision, device),
         )
-        _enter_first(stack, ranks, lambda: locked(folder))
+        _enter_on_first_rank(stack, ranks, lambda: locked(folder))
         _check_shared(folder, ranks)
         ranks.first(lambda: prepare_run_dir(folder, run, overwrite=overwrite))
         _restore(folder, state, ranks)
-        where: Any = {"step": state.step, "processes": ranks.size, "precision": precision}
-        changes = ranks.first(lambda: write_manifest(folder, run, task, device, **where))
-        records = _enter_first(stack, ranks, lambda: closing(Records(folder, run, upto=state.step)))
+        environment: Any = {"step": state.step, "processes": ranks.size, "precision": precision}
+        changes = ranks.first(lambda: write_manifest(folder, run, task, device, **environment))
+        records = _enter_on_first_rank(
+            stack, ranks, lambda: closing(Records(folder, run, upto=state.step))
+        )
         loop = Loop(
             folder=folder,
             settings=settings,
@@ -183,7 +185,7 @@ def train(
             task=task,
             plan=plan,
             transfer=transfer,
-            initialized=initialized,
+            initialization=initialization,
             state=state,
             trained=trained,
             device=device,
@@ -193,8 +195,8 @@ def train(
             metrics=records.metrics if records else {},
             changes=changes,
         )
-        shown = progress if ranks.is_first else False
-        loop.display = stack.enter_context(display(shown, loop.progress()))
+        rank_progress = progress if ranks.is_first else False
+        loop.display = stack.enter_context(display(rank_progress, loop.progress()))
         evaluation = loop.run()
         ranks.first(lambda: write_result(folder, evaluation, state.step))
     return RunResult(folder=folder, evaluation=evaluation, steps=state.step)
@@ -213,7 +215,7 @@ class Loop:
     plan: Plan
     transfer: AttentionTransfer | None
     """The loss of the first phase, if there is one."""
-    initialized: str
+    initialization: str
     """Description of the weights copied from another model; empty if there are none."""
     state: TrainingState
     trained: nn.Module
@@ -229,18 +231,18 @@ class Loop:
     changes: tuple[str, ...] = ()
     """How the environment of a resumed run differs from that of its last start."""
     display: Display = field(default_factory=Display)
-    numbers: dict[str, float] = field(default_factory=dict)
+    shown_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last batch and the last evaluation, to show."""
     interrupts: Interrupts = field(default_factory=Interrupts)
-    steps_now: int = 0
+    steps_since_start: int = 0
     """Steps since this start."""
-    read_now: int = 0
+    timed_micro_batches: int = 0
     """Micro-batches since this start, without those of the first step."""
     seconds: float = 0.0
     """Time of these steps."""
     waiting_seconds: float = 0.0
     """Part of it spent waiting for data."""
-    first_seconds: float = 0.0
+    first_step_seconds: float = 0.0
     """Time of the first of these steps."""
 
     def run(self) -> Evaluation:
@@ -278,7 +280,7 @@ class Loop:
         step = self.state.step
         if self.transfer and self.plan.is_transfer(step - 1) and not self.plan.is_transfer(step):
             self.transfer.release()
-            last = self.numbers["transfer_loss"]
+            last = self.shown_metrics["transfer_loss"]
             self.display.write(
                 f"attention transfer ended after step {step:,} with a loss of {last:.3g}; all "
                 "weights are trained on the task from now on"
@@ -298,20 +300,20 @@ class Loop:
             seed=self.settings.seed,
             data_state=self.state.data_state,
         )
-        own = (BatchPlan(examples[self.share], data_state) for examples, data_state in plan)
+        rank_plan = (BatchPlan(examples[self.share], data_state) for examples, data_state in plan)
         workers = choose_workers(self.machine.workers, self.task.train)
-        return Loader(self.task.train, own, workers=workers, pin=self.device.type == "cuda")
+        return Loader(self.task.train, rank_plan, workers=workers, pin=self.device.type == "cuda")
 
     def update(self, batches: Loader) -> None:
         """Run one optimizer step: read, augment, forward, backward, clip, update the weights."""
-        begin, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
+        start, step, optimizer = perf_counter(), self.state.step, self.state.optimizer
         first, end = self.plan.read(step), self.plan.read(step + 1)
         is_transfer = self.plan.is_transfer(step)
         parts: list[Batch] = []
         unread, waiting = 0, 0.0
         for i in range(end - first):
             batch = self.task.to_device(next(batches), self.device)
-            if self.steps_now == i == 0:
+            if self.steps_since_start == i == 0:
                 self.display.write(self.summary(batch))
             parts += self.split(self.randomize(batch, i))
             unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
@@ -332,29 +334,29 @@ class Loop:
         self.state.data_state = batches.data_state
         if self.state.ema:
             self.state.ema.update(self.state.model, self.state.step)
-        seconds = perf_counter() - begin
+        seconds = perf_counter() - start
         measured = {"learning_rate": rate, "gradient_norm": norm, "seconds": seconds}
         measured |= {"waiting_seconds": waiting, "memory_mib": memory_mib(self.device)}
-        plural = {"unreadable": unreadable} if unreadable else {}
-        plural |= {} if weights else {"labels": 0}
+        counts = {"unreadable": unreadable} if unreadable else {}
+        counts |= {} if weights else {"labels": 0}
         if self.plan.ends is not None:
-            plural["batch_size"] = (end - first) * self.settings.micro_batch_size
-        self.record("transfer" if is_transfer else "train", means | measured | plural)
-        self.numbers |= {"transfer_loss": means["loss"]} if is_transfer else means
+            counts["batch_size"] = (end - first) * self.settings.micro_batch_size
+        self.record("transfer" if is_transfer else "train", means | measured | counts)
+        self.shown_metrics |= {"transfer_loss": means["loss"]} if is_transfer else means
         self.count_time(seconds, waiting, end - first)
 
     def randomize(self, batch: Batch, index: int) -> Batch:
         """Augment and corrupt a micro-batch of this step, and seed dropout and dropped paths."""
-        ranks, place = self.ranks, [index] * (index > 0)
-        shared, own = (
-            derive_seed(self.settings.seed, "step", self.state.step, rank, *place)
+        ranks, micro_batch = self.ranks, [index] * (index > 0)
+        shared_seed, rank_seed = (
+            derive_seed(self.settings.seed, "step", self.state.step, rank, *micro_batch)
             for rank in (0, ranks.data_rank)
         )
         rows, shard = Share(ranks.data_rank, ranks.data_size), ranks.sequence_rank
-        torch.manual_seed(shared)
-        batch = self.task.corrupt(self.task.augment(batch, own), shared, rows)
+        torch.manual_seed(shared_seed)
+        batch = self.task.corrupt(self.task.augment(batch, rank_seed), shared_seed, rows)
         if not ranks.is_first:  # whose dropout follows its noise
-            torch.manual_seed(derive_seed(own, "dropout", shard) if shard else own)
+            torch.manual_seed(derive_seed(rank_seed, "dropout", shard) if shard else rank_seed)
         return batch
 
     def split(self, batch: Batch) -> list[Batch]:
@@ -418,12 +420,12 @@ class Loop:
         try:
             with autocast(self.precision, self.device):
                 if self.transfer and average:
-                    if self.steps_now == 0:
+                    if self.steps_since_start == 0:
                         self.check_task(part)
                     return self.transfer.loss(self.state.model, self.task, part, average), {}
                 return self.task.loss(self.trained, part)
         except ValueError as error:
-            if self.steps_now == 0:
+            if self.steps_since_start == 0:
                 raise
             raise self.failure(str(error)) from error
 
@@ -470,11 +472,11 @@ class Loop:
         score = self.task.score(evaluation.metrics)
         if state.second:
             with state.second.swapped_into(state.model):
-                average = self.evaluate_model().metrics
-            second = {f"{OF_EMA}{name}": value for name, value in average.items()}
-            evaluation = replace(evaluation, metrics=evaluation.metrics | second)
+                ema_metrics = self.evaluate_model().metrics
+            prefixed = {f"{OF_EMA}{name}": value for name, value in ema_metrics.items()}
+            evaluation = replace(evaluation, metrics=evaluation.metrics | prefixed)
         self.metrics = evaluation.metrics
-        self.numbers |= {f"test_{name}": value for name, value in self.metrics.items()}
+        self.shown_metrics |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
         self.record("test", self.metrics | unreadable)
         if self.records and picture is not None:
@@ -518,21 +520,21 @@ class Loop:
         """
         with self.state.eval_weights():
             weights = whole_weights(self.state.model, keep=self.ranks.is_first)
-        is_known = self.state.evaluated_step == self.state.step
-        known = {
+        is_current = self.state.evaluated_step == self.state.step
+        metrics = {
             metric.removeprefix(prefix): value
             for metric, value in self.metrics.items()
-            if is_known and metric.startswith(OF_EMA) == bool(prefix)
+            if is_current and metric.startswith(OF_EMA) == bool(prefix)
         }
-        notes = {"step": self.state.step, "metrics": known}
+        notes = {"step": self.state.step, "metrics": metrics}
         self.ranks.first(lambda: save_weights(self.folder / name, weights, notes))
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers, such as running statistics, to all processes."""
-        named = dict(self.state.model.named_buffers())
+        buffers = dict(self.state.model.named_buffers())
         averages = self.state.ema.tensors if self.state.ema else {}
         self.ranks.broadcast(
-            [*named.values(), *(averages[name] for name in named if name in averages)]
+            [*buffers.values(), *(averages[name] for name in buffers if name in averages)]
         )
 
     def record(self, split: Split, metrics: dict[str, float]) -> None:
@@ -548,7 +550,7 @@ class Loop:
             steps=self.plan.steps,
             batch_size=self.settings.batch_size,
             unit=self.task.unit,
-            metrics=dict(self.numbers),
+            metrics=dict(self.shown_metrics),
             waiting=self.waiting_seconds / (self.seconds or 1),
             examples=self.plan.read(self.state.step) * self.settings.micro_batch_size,
             total_examples=self.plan.micro_batches * self.settings.micro_batch_size,
@@ -569,7 +571,7 @@ class Loop:
         size, first = settings.batch_size, settings.initial_batch_size
         growth = "" if first is None else f"{first} to "
         per_epoch = "" if first else f" of {plan.per_epoch:,}"
-        about = precision_note(settings.precision, self.precision, self.device)
+        precision_warning = precision_note(settings.precision, self.precision, self.device)
         return (
             f"folder: {printable(self.folder)}\n"
             f"model: {name}, {parameters:,} parameters\n"
@@ -577,7 +579,7 @@ class Loop:
             f"input shape {[*batch[0].shape[1:]]}\n"
             + "".join(f"note: {printable(note)}\n" for note in task.notes)
             + f"device: {device}, {self.precision}\n"
-            + (f"note: {about}\n" if about else "")
+            + (f"note: {precision_warning}\n" if precision_warning else "")
             + f"batch size: {growth}{size}{split}\n"
             f"steps: {plan.steps:,} ({epochs:,} epochs{per_epoch}){resumed}"
             f"{self.phases()}" + "".join(f"\nchanged: {change}" for change in self.changes)
@@ -585,30 +587,31 @@ class Loop:
 
     def phases(self) -> str:
         """Describe the initialization from another model and attention transfer, if any."""
-        started = f"\ninitialized: {self.initialized}" if self.initialized else ""
+        initialization = f"\ninitialized: {self.initialization}" if self.initialization else ""
         if not (self.transfer and self.plan.is_transfer(self.state.step)):
-            return started
+            return initialization
         return (
-            f"{started}\nattention transfer: {self.plan.transfer:,} of {self.plan.micro_batches:,} "
-            f"batches, from {self.transfer.name}; only mixers are trained"
+            f"{initialization}\nattention transfer: {self.plan.transfer:,} of "
+            f"{self.plan.micro_batches:,} batches, from {self.transfer.name}; only mixers are "
+            "trained"
         )
 
-    def count_time(self, seconds: float, waiting: float, read: int) -> None:
+    def count_time(self, seconds: float, waiting: float, micro_batches: int) -> None:
         """Add up the time of the steps, and show an estimate after the first few."""
-        self.steps_now += 1
+        self.steps_since_start += 1
         self.seconds, self.waiting_seconds = self.seconds + seconds, self.waiting_seconds + waiting
-        if self.steps_now == 1:
-            self.first_seconds = seconds
+        if self.steps_since_start == 1:
+            self.first_step_seconds = seconds
             return
-        self.read_now += read
-        if self.steps_now == ESTIMATE_AFTER:
-            per_batch = (self.seconds - self.first_seconds) / self.read_now
+        self.timed_micro_batches += micro_batches
+        if self.steps_since_start == ESTIMATE_AFTER:
+            per_batch = (self.seconds - self.first_step_seconds) / self.timed_micro_batches
             step, plan = self.state.step, self.plan
-            left = plan.micro_batches - plan.read(step)
+            remaining = plan.micro_batches - plan.read(step)
             unit = "steps" if plan.ends is None else "micro-batches"
             self.display.write(
-                f"estimated time: {duration(per_batch * left)} for {left:,} more {unit} of "
-                f"{per_batch:.2g} s, without evaluation"
+                f"estimated time: {duration(per_batch * remaining)} for {remaining:,} more {unit} "
+                f"of {per_batch:.2g} s, without evaluation"
             )
 
     def check_weights(self) -> None:
@@ -657,11 +660,11 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
     """Check that all processes see a file that rank 0 writes."""
     if ranks.size == 1:
         return
-    token, shared = ranks.first(lambda: _write_token(folder)), partial_of(folder / LOCK)
-    is_seen = shared.is_file() and shared.read_text(encoding="utf-8") == token
-    seen = ranks.gather(is_seen)
-    ranks.first(lambda: remove(shared))
-    if not all(seen):
+    token, token_file = ranks.first(lambda: _write_token(folder)), partial_of(folder / LOCK)
+    sees_token = token_file.is_file() and token_file.read_text(encoding="utf-8") == token
+    all_see_token = ranks.gather(sees_token)
+    ranks.first(lambda: remove(token_file))
+    if not all(all_see_token):
         raise ValueError(f"{folder} is not on a disk that all processes share, as checkpoints need")
 
 
@@ -700,7 +703,7 @@ def _step_of_best(weights: Path) -> int:
     return step
 
 
-def _enter_first(
+def _enter_on_first_rank(
     stack: ExitStack, ranks: Ranks, make: Callable[[], AbstractContextManager[EnteredT]]
 ) -> EnteredT | None:
     """Enter a context in rank 0 only, and return its value there."""

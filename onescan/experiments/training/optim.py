@@ -102,11 +102,13 @@ class Plan(NamedTuple):
         self, step: int, config: TrainingConfig, transfer: TransferConfig | None
     ) -> float:
         """Return the learning rate of step `step`. Each phase goes through the schedule once."""
-        done = self.read(step)
-        if transfer is None or done >= self.transfer:
-            return learning_rate(done - self.transfer, self.micro_batches - self.transfer, config)
+        progress = self.read(step)
+        if transfer is None or progress >= self.transfer:
+            return learning_rate(
+                progress - self.transfer, self.micro_batches - self.transfer, config
+            )
         peak = transfer.learning_rate or config.learning_rate
-        return learning_rate(done, self.transfer, replace(config, learning_rate=peak))
+        return learning_rate(progress, self.transfer, replace(config, learning_rate=peak))
 
     @property
     def steps(self) -> int:
@@ -143,8 +145,8 @@ def _ramp(config: TrainingConfig, total: int) -> tuple[int, ...] | None:
         return None
     largest, ends = config.batch_size // config.initial_batch_size, [0]
     while ends[-1] < total:
-        grown = math.floor(ends[-1] * largest / (config.batch_size_ramp * total)) + 1
-        ends.append(min(ends[-1] + min(grown, largest), total))
+        count = math.floor(ends[-1] * largest / (config.batch_size_ramp * total)) + 1
+        ends.append(min(ends[-1] + min(count, largest), total))
     return tuple(ends)
 
 
@@ -159,13 +161,17 @@ def learning_rate(step: int, steps: int, config: TrainingConfig) -> float:
     """
     warmup = round(config.warmup * steps if config.warmup < 1 else config.warmup)
     if step < warmup:
-        risen = config.learning_rate * (step + 1) / warmup
-        return risen + config.initial_lr_ratio * (config.learning_rate - risen)
+        warmed_up = config.learning_rate * (step + 1) / warmup
+        return warmed_up + config.initial_lr_ratio * (config.learning_rate - warmed_up)
     if config.schedule == "inverse_sqrt":
         return config.learning_rate * math.sqrt(max(warmup, 1) / (step + 1))
-    done = (step - warmup) / max(steps - warmup, 1)
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
-    share = config.final_lr_ratio + (1 - config.final_lr_ratio) * left[config.schedule]
+    progress = (step - warmup) / max(steps - warmup, 1)
+    decay = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }
+    share = config.final_lr_ratio + (1 - config.final_lr_ratio) * decay[config.schedule]
     return config.learning_rate * share
 
 
@@ -185,13 +191,13 @@ def compute_settings(backend: Backend, matmul_precision: MatmulPrecision) -> Ite
     """
     if backend == "triton" and (obstacle := why_no_kernels()):
         raise ValueError(f"backend is 'triton', but {obstacle}")
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     with use_backend(backend):
         torch.set_float32_matmul_precision(matmul_precision)
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(previous)
 
 
 def build_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
@@ -225,13 +231,13 @@ class EMA:
 
     def update(self, model: nn.Module, step: int) -> None:
         """Average in the weights after `step` steps. Integer buffers are copied."""
-        keep = min(self.decay, (1 + step) / (10 + step))
+        decay = min(self.decay, (1 + step) / (10 + step))
         pairs = [
             (local_part(self.tensors[k]), local_part(t)) for k, t in model.state_dict().items()
         ]
         averages = [average for average, _ in pairs if average.is_floating_point()]
         weights = [weight for average, weight in pairs if average.is_floating_point()]
-        torch._foreach_lerp_(averages, weights, 1 - keep)
+        torch._foreach_lerp_(averages, weights, 1 - decay)
         for average, value in pairs:
             if not average.is_floating_point():
                 average.copy_(value)
@@ -239,12 +245,12 @@ class EMA:
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Give the model the averaged weights inside the context."""
-        own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         model.load_state_dict(self.tensors)
         try:
             yield
         finally:
-            model.load_state_dict(own)
+            model.load_state_dict(weights)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -25,30 +25,30 @@ def has_instructions(precision: Precision, device: torch.device) -> bool:
     if device.type != "cpu":
         return True
     # missing in older versions of torch
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    found = any(known.get(name) for name in CPU_INSTRUCTIONS[precision])
-    return found and torch.backends.mkldnn.is_available()  # which uses them
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    has_cpu_instructions = any(capabilities.get(name) for name in CPU_INSTRUCTIONS[precision])
+    return has_cpu_instructions and torch.backends.mkldnn.is_available()  # which uses them
 
 
-def choose_precision(asked: RunPrecision, device: torch.device) -> Precision:
+def choose_precision(requested: RunPrecision, device: torch.device) -> Precision:
     """Return the precision for a device; "auto" is bfloat16 if it has instructions for it."""
-    if asked != AUTO:
-        return asked
+    if requested != AUTO:
+        return requested
     return "bfloat16" if has_instructions("bfloat16", device) else "float32"
 
 
-def precision_note(asked: RunPrecision, precision: Precision, device: torch.device) -> str:
+def precision_note(requested: RunPrecision, precision: Precision, device: torch.device) -> str:
     """Explain a precision that is slow on the device, or that "auto" chose; empty for others.
 
     Args:
-        asked: Precision in the config of the run.
+        requested: Precision in the config of the run.
         precision: Precision of the run, which it keeps when it is resumed on another device.
         device: Device of the run.
     """
     unit = "CPU" if device.type == "cpu" else "GPU"
     if not has_instructions(precision, device):
         return f"{precision} is slow on this {unit}, which has no instructions for it"
-    if asked != AUTO or precision != "float32":
+    if requested != AUTO or precision != "float32":
         return ""
     if has_instructions("bfloat16", device):
         return "the run began in float32, on a device without bfloat16 instructions, and keeps it"

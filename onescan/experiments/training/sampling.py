@@ -110,11 +110,13 @@ def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> 
                 f"vae is {vae or form.vae!r}, which scales and shifts latents by {scaling}, but "
                 f"'{path}' was trained with {(form.scale, form.shift)}"
             )
-    own = task.sampler
+    run_sampler = task.sampler
     return to_diffusers(
         model,
         noise=task.noise,
-        sampler=own if sampler is None else dataclasses.replace(own, sampler=sampler),
+        sampler=run_sampler
+        if sampler is None
+        else dataclasses.replace(run_sampler, sampler=sampler),
         format=form,
         class_names=run.class_names if model.config.num_classes else (),
         vae=decoder,
@@ -175,10 +177,10 @@ def check_out(out: Path) -> None:
         raise ValueError(f"out is '{out}', which is a folder, expected a file name")
     if not out.suffix and out.exists() and not out.is_dir():
         raise ValueError(f"out is '{out}', which is a file, expected a folder")
-    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    above = above.parent if out.suffix and above == out else above
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {above}")
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    parent = parent.parent if out.suffix and parent == out else parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
 
 
 def sample_seed(seed: int, index: int) -> int:

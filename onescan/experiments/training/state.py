@@ -124,8 +124,8 @@ def last_state(folder: Path) -> Path | None:
         ValueError: If the state folder or the newest step in it is a symbolic link.
     """
     check_regular(folder / STATE, folder=True)
-    whole = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
-    last = max(whole, key=lambda path: int(path.name[5:]), default=None)
+    complete = [path for path in (folder / STATE).glob("step_*") if STEP.fullmatch(path.name)]
+    last = max(complete, key=lambda path: int(path.name[5:]), default=None)
     if last:
         check_regular(last, folder=True)
     return last
@@ -138,23 +138,23 @@ def save_state(folder: Path, state: TrainingState, ranks: Ranks) -> None:
         OSError: If it cannot be written. The previous state is intact.
         ValueError: If the state folder is a symbolic link.
     """
-    place = folder / STATE / f"step_{state.step}"
-    ranks.first(lambda: check_regular(place.parent, folder=True))
-    with writing(place.parent):
-        if not ranks.first(place.exists):
-            partial = ranks.first(lambda: begin(place))
+    path = folder / STATE / f"step_{state.step}"
+    ranks.first(lambda: check_regular(path.parent, folder=True))
+    with writing(path.parent):
+        if not ranks.first(path.exists):
+            partial = ranks.first(lambda: begin(path))
             try:
                 _write(partial, _tensors(state, moments=bool(state.optimizer.state)))
                 ranks.first(lambda: _write_manifest(partial, state))
             except OSError:
                 ranks.first(lambda: remove(partial))
                 raise
-            ranks.first(lambda: finish(place))
-        ranks.first(lambda: remove_from(place.parent, STEP, but=place))
+            ranks.first(lambda: finish(path))
+        ranks.first(lambda: remove_from(path.parent, STEP, but=path))
 
 
-def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
-    """Load the state saved in folder `place` into `state`.
+def restore_state(path: Path, state: TrainingState, ranks: Ranks) -> None:
+    """Load the state saved in the folder `path` into `state`.
 
     The number of processes may differ from that of the run that wrote it.
 
@@ -162,20 +162,20 @@ def restore_state(place: Path, state: TrainingState, ranks: Ranks) -> None:
         ValueError: If a file is damaged (names it), or the tensors do not match the model.
         OSError: If a file cannot be read.
     """
-    manifest = ranks.first(lambda: _read_manifest(place))
-    sizes = _read_sizes(place)
+    manifest = ranks.first(lambda: _read_manifest(path))
+    sizes = _read_sizes(path)
     moments = {name for name in sizes if name.startswith(MOMENTS)}
     tensors = _tensors(state, moments=bool(moments))
     expected = {n: x for n, x in tensors.items() if n in moments or not n.startswith(MOMENTS)}
-    check_sizes(sizes, sizes_of(expected), place)
-    _read(place, expected)  # in place
+    check_sizes(sizes, sizes_of(expected), path)
+    _read(path, expected)  # in place
     for name, parameter in state.model.named_parameters():
         if not any(moment.startswith(f"{MOMENTS}{name}.") for moment in moments):
             state.optimizer.state.pop(parameter, None)  # it had no gradient, so no state was saved
     try:
         state.restore_numbers(manifest)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise damaged(place / MANIFEST, error, REMEDY) from error
+        raise damaged(path / MANIFEST, error, REMEDY) from error
 
 
 def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
@@ -193,38 +193,38 @@ def _tensors(state: TrainingState, *, moments: bool) -> dict[str, Tensor]:
     if moments:
         flat_moments = StateDictOptions(flatten_optimizer_state_dict=True)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=flat_moments)
-    own = distinct(state.model)
-    flat = {MODEL + name: tensor for name, tensor in model.items() if name in own}
+    distinct_names = distinct(state.model)
+    flat = {MODEL + name: tensor for name, tensor in model.items() if name in distinct_names}
     flat |= {OPTIMIZER + name: x for name, x in optimizer.items() if isinstance(x, Tensor)}
     if state.ema:
         flat |= {AVERAGE + name: tensor for name, tensor in state.ema.tensors.items()}
     return flat
 
 
-def _write_manifest(place: Path, state: TrainingState) -> None:
-    text = to_json({**state.numbers(), "files": digests(place)}, indent=INDENT)
-    (place / MANIFEST).write_bytes(text.encode())
+def _write_manifest(path: Path, state: TrainingState) -> None:
+    text = to_json({**state.numbers(), "files": digests(path)}, indent=INDENT)
+    (path / MANIFEST).write_bytes(text.encode())
 
 
-def _read_manifest(place: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest, and verify the names and checksums of the files."""
-    path = place / MANIFEST
+    file = path / MANIFEST
     try:
-        if not is_own_file(path):
-            raise damaged(place, ValueError(f"it has no {MANIFEST}"), REMEDY)
-        manifest = dict(from_json(path.read_bytes(), path, REMEDY, indent=INDENT))
+        if not is_own_file(file):
+            raise damaged(path, ValueError(f"it has no {MANIFEST}"), REMEDY)
+        manifest = dict(from_json(file.read_bytes(), file, REMEDY, indent=INDENT))
         files = manifest.get("files")
         if not isinstance(files, dict) or not all(SHARD.fullmatch(name) for name in files):
-            raise damaged(path, files, REMEDY)
-        if manifest.get("step") != int(place.name[5:]):
-            raise damaged(path, ValueError(f"it holds step {manifest.get('step')}"), REMEDY)
-        check_digests(place, files, REMEDY, but=MANIFEST)
+            raise damaged(file, files, REMEDY)
+        if manifest.get("step") != int(path.name[5:]):
+            raise damaged(file, ValueError(f"it holds step {manifest.get('step')}"), REMEDY)
+        check_digests(path, files, REMEDY, but=MANIFEST)
     except OSError as error:
-        raise OSError(f"cannot read {place}: {error.strerror or error}") from error
+        raise OSError(f"cannot read {path}: {error.strerror or error}") from error
     return manifest
 
 
-def _write(place: Path, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -232,20 +232,20 @@ def _write(place: Path, tensors: dict[str, Tensor]) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         with _in_one_process():
-            writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
+            writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
             save(contiguous, storage_writer=writer)
     except CheckpointException as error:  # not a subclass of Exception
         disk = _disk_error(error)
         raise OSError((disk and disk.strerror) or "the disk may be full") from error
 
 
-def _read_sizes(place: Path) -> dict[str, TensorSize]:
+def _read_sizes(path: Path) -> dict[str, TensorSize]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    with _reading(place):
+    with _reading(path):
         sizes = {}
-        metadata = HuggingFaceStorageReader(str(place)).read_metadata()
+        metadata = HuggingFaceStorageReader(str(path)).read_metadata()
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
@@ -255,17 +255,17 @@ def _read_sizes(place: Path) -> dict[str, TensorSize]:
         return sizes
 
 
-def _read(place: Path, tensors: dict[str, Tensor]) -> None:
+def _read(path: Path, tensors: dict[str, Tensor]) -> None:
     """Read tensors from disk, in place."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _reading(place), _in_one_process():
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(place)))
+    with _reading(path), _in_one_process():
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
 
 
 @contextmanager
-def _reading(place: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -277,8 +277,8 @@ def _reading(place: Path) -> Iterator[None]:
             raise
         disk = _disk_error(error)
         if disk and not isinstance(disk, FileNotFoundError):
-            raise OSError(f"cannot read {place}: {disk.strerror or disk}") from error
-        raise damaged(place, ValueError(f"{type(error).__name__}: {error}"), REMEDY) from error
+            raise OSError(f"cannot read {path}: {disk.strerror or disk}") from error
+        raise damaged(path, ValueError(f"{type(error).__name__}: {error}"), REMEDY) from error
 
 
 @contextmanager

@@ -90,13 +90,13 @@ class AttentionTransfer:
                 images of another standardization; or if the student's mixers cannot be trained
                 separately.
         """
-        teacher, ours = self._matched(student, task)
+        teacher, student_blocks = self._matched(student, task)
         module = next((m for m in student.modules() if isinstance(m, LowerBounds)), None)
-        bounds = lower_bound_of_each(ours, module)
-        errors, norms = _zeros(ours), _zeros(ours)
+        bounds = lower_bound_of_each(student_blocks, module)
+        errors, norms = _zeros(student_blocks), _zeros(student_blocks)
 
         def compare(i: int, output: Tensor, *inputs: Any, **options: Any) -> None:
-            target, block = output.float(), ours[i]
+            target, block = output.float(), student_blocks[i]
             with torch.enable_grad():
                 y, _ = block.recomputed(block.mix, *inputs, lower_bound=bounds[i], **options)
                 errors[i] = errors[i] + (y.float() - target).square().sum()
@@ -112,8 +112,8 @@ class AttentionTransfer:
         Raises:
             ValueError: See `loss`.
         """
-        teacher, ours = self._matched(student, task)
-        norms = _zeros(ours)
+        teacher, student_blocks = self._matched(student, task)
+        norms = _zeros(student_blocks)
 
         def measure(i: int, output: Tensor, *_: Any, **__: Any) -> None:
             norms[i] = norms[i] + output.float().square().sum()
@@ -142,29 +142,29 @@ class AttentionTransfer:
     def _matched(self, student: nn.Module, task: Task) -> tuple[nn.Module, list[Block]]:
         """Return the teacher, and the student's blocks, which correspond to the teacher's."""
         teacher = self.load(task, next(student.parameters()).device)
-        theirs, ours = _blocks(teacher), _blocks(student)
-        if not theirs or len(theirs) != len(ours):
+        teacher_blocks, student_blocks = _blocks(teacher), _blocks(student)
+        if not teacher_blocks or len(teacher_blocks) != len(student_blocks):
             raise ValueError(
-                f"init_from is {self.name!r}, whose model has {len(theirs)} blocks, expected "
-                f"{len(ours)}, as in the model, and at least one"
+                f"init_from is {self.name!r}, whose model has {len(teacher_blocks)} blocks, "
+                f"expected {len(student_blocks)}, as in the model, and at least one"
             )
-        if any("embedding" in block.takes for block in ours):
+        if any("embedding" in block.takes for block in student_blocks):
             raise ValueError(
                 "transfer is set, but model.mixer reads the embedding, which differs between "
                 "teacher and student; expected another mixer or transfer None"
             )
-        return teacher, ours
+        return teacher, student_blocks
 
 
 @torch.no_grad()
-def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]) -> None:
+def _run(teacher: nn.Module, task: Task, batch: Batch, callback: Callable[..., None]) -> None:
     """Apply the teacher up to its last block; call read(i, output, x, grid, ...) after mixer i."""
 
-    def reading(i: int) -> Callable[..., Any]:
+    def hook_of(i: int) -> Callable[..., Any]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:
             packing = options.get("cu_seqlens")
             documents = None if packing is None else Documents(packing)
-            read(i, output[0], *inputs, keep=options.get("keep"), documents=documents)
+            callback(i, output[0], *inputs, keep=options.get("keep"), documents=documents)
             return output[0], None  # drop the teacher's state, such as a cache of keys
 
         return hook
@@ -172,7 +172,7 @@ def _run(teacher: nn.Module, task: Task, batch: Batch, read: Callable[..., None]
     with ExitStack() as hooks:
         blocks = _blocks(teacher)
         for i, block in enumerate(blocks):
-            hook = block.mixer.register_forward_hook(reading(i), with_kwargs=True)
+            hook = block.mixer.register_forward_hook(hook_of(i), with_kwargs=True)
             hooks.callback(hook.remove)
         hooks.callback(blocks[-1].register_forward_hook(_finish).remove)
         with suppress(_FinishedError):
@@ -198,9 +198,9 @@ def _check_format(teacher: PretrainedModel, task: Task) -> None:
     if not (isinstance(teacher.format, GridFormat) and isinstance(task.format, GridFormat)):
         return
     for name in STANDARDIZATION:
-        theirs, ours = getattr(teacher.format, name), getattr(task.format, name)
-        if theirs != ours:
+        actual, expected = getattr(teacher.format, name), getattr(task.format, name)
+        if actual != expected:
             raise ValueError(
-                f"data.{name} is {ours}, expected {theirs}, as in the training of init_from "
+                f"data.{name} is {expected}, expected {actual}, as in the training of init_from "
                 f"{teacher.name!r}"
             )

@@ -515,15 +515,17 @@ def clip_range(pixels: dict[str, Any] | None) -> float | None:
     return None if pixels is None else max_pixel(pixels["mean"], pixels["std"])
 
 
-def _generators(given: Generators, count: int | None) -> list[torch.Generator]:
+def _generators(generator: Generators, count: int | None) -> list[torch.Generator]:
     """Return one generator per image."""
-    if isinstance(given, list):
-        if count not in (None, len(given)):
-            raise ValueError(f"generator has {len(given)}, expected one for each of {count} images")
-        return given
+    if isinstance(generator, list):
+        if count not in (None, len(generator)):
+            raise ValueError(
+                f"generator has {len(generator)}, expected one for each of {count} images"
+            )
+        return generator
     count = 1 if count is None else count
-    if given is not None:
-        return [given] * count
+    if generator is not None:
+        return [generator] * count
     seeds = torch.randint(MAX_SEED, (count,)).tolist()
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
@@ -589,11 +591,15 @@ def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
     if len(numbers) > 1:
         raise ValueError(f"label {label!r} is the name of {numbers}, expected one of these numbers")
     if not numbers:
-        known = list(dict.fromkeys(names.values()))
-        if len(known) > MAX_NAMES:
-            near = get_close_matches(label, known, n=3)
-            found = f"; similar: {', '.join(near)}" if near else f"; there are {len(known)} others"
+        class_names = list(dict.fromkeys(names.values()))
+        if len(class_names) > MAX_NAMES:
+            similar = get_close_matches(label, class_names, n=3)
+            suffix = (
+                f"; similar: {', '.join(similar)}"
+                if similar
+                else f"; there are {len(class_names)} others"
+            )
         else:
-            found = hint(label, known)
-        raise ValueError(f"label {label!r} is unknown{found}")
+            suffix = hint(label, class_names)
+        raise ValueError(f"label {label!r} is unknown{suffix}")
     return numbers[0]

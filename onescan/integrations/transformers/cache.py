@@ -232,10 +232,10 @@ def _join(first: Inputs | None, second: Inputs) -> Inputs | None:
     def join(one: Any, other: Any, default: int) -> Tensor | None:
         if one is None and other is None:
             return None
-        given = other if one is None else one
+        example = other if one is None else one
         parts: Any = zip((one, other), (first.ids, second.ids), strict=True)
         full = [
-            torch.full_like(i, default, dtype=given.dtype) if x is None else x for x, i in parts
+            torch.full_like(i, default, dtype=example.dtype) if x is None else x for x, i in parts
         ]
         return torch.cat(full, dim=1)
 

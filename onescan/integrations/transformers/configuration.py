@@ -115,8 +115,10 @@ class _NativeFields:
             if alias in fields:
                 fields[name] = fields.pop(alias)
         plain = to_dict(defaults)
-        given = {name: _plain(fields.pop(name)) for name in plain.keys() & fields.keys() - RENAMED}
-        for name, value in to_dict(from_dict(type(defaults), plain | given)).items():
+        native_fields = {
+            name: _plain(fields.pop(name)) for name in plain.keys() & fields.keys() - RENAMED
+        }
+        for name, value in to_dict(from_dict(type(defaults), plain | native_fields)).items():
             if name not in RENAMED:
                 setattr(self, name, value)
         return fields

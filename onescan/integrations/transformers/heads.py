@@ -92,7 +92,7 @@ class OnescanForQuestionAnswering(_TokenHeadModel):
         of `OnescanTextModel.forward`.
         """
         loss_options.pop("use_cache", None)
-        read = super().forward(
+        outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -102,7 +102,7 @@ class OnescanForQuestionAnswering(_TokenHeadModel):
             output_attentions=output_attentions,
             return_dict=True,
         )
-        start, end = read.logits.unbind(-1)
+        start, end = outputs.logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **loss_options)
@@ -110,7 +110,7 @@ class OnescanForQuestionAnswering(_TokenHeadModel):
             loss=loss,
             start_logits=start.contiguous(),
             end_logits=end.contiguous(),
-            hidden_states=read.hidden_states,
+            hidden_states=outputs.hidden_states,
         )
 
 
@@ -153,20 +153,20 @@ class OnescanForMultipleChoice(OnescanForSequenceClassification):
             ("input_ids", "B C T") if input_ids is not None else ("inputs_embeds", "B C T D")
         )
         check_shapes(**{name: (inputs, shape)})
-        given = {
+        choices = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
-        read = super().forward(
-            **{name: None if x is None else x.flatten(0, 1) for name, x in given.items()},
+        outputs = super().forward(
+            **{name: None if x is None else x.flatten(0, 1) for name, x in choices.items()},
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             return_dict=True,
         )
-        logits = read.logits.view(-1, inputs.shape[1])
+        logits = outputs.logits.view(-1, inputs.shape[1])
         loss = None
         if labels is not None:
             count = len(labels) if num_items_in_batch is None else num_items_in_batch
@@ -174,5 +174,5 @@ class OnescanForMultipleChoice(OnescanForSequenceClassification):
         return MultipleChoiceModelOutput(
             loss=loss,
             logits=logits,
-            hidden_states=read.hidden_states,
+            hidden_states=outputs.hidden_states,
         )

@@ -98,13 +98,13 @@ class OnescanForImageClassification(_ReadsImages):
             output_attentions: Must be False.
             loss_options: Options of transformers' loss functions.
         """
-        read = self.model(
+        outputs = self.model(
             pixel_values,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             return_dict=True,
         )
-        logits = self.network.forward_head(read.last_hidden_state)
+        logits = self.network.forward_head(outputs.last_hidden_state)
         if isinstance(logits, tuple):
             logits = (logits[0] + logits[1]) / 2
         loss = None
@@ -112,7 +112,7 @@ class OnescanForImageClassification(_ReadsImages):
             loss = self.loss_function(
                 labels=labels, pooled_logits=logits, config=self.config, **loss_options
             )
-        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=read.hidden_states)
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
 class OnescanBackbone(BackboneMixin, OnescanImageModel):
@@ -145,7 +145,7 @@ class OnescanBackbone(BackboneMixin, OnescanImageModel):
             output_hidden_states: Whether to return the output of each block.
             output_attentions: Must be False.
         """
-        read = OnescanImageModel.forward(  # the mixin's forward comes first
+        outputs = OnescanImageModel.forward(  # the mixin's forward comes first
             self,
             pixel_values,
             output_hidden_states=True,
@@ -154,10 +154,10 @@ class OnescanBackbone(BackboneMixin, OnescanImageModel):
         )
         shape = self.network.patchify.grid_shape(tuple(pixel_values.shape[1:]))
         chosen = [self.stage_names.index(name) for name in self.out_features]
-        patches = [read.hidden_states[i][:, self.network.prefix :] for i in chosen]
+        patches = [outputs.hidden_states[i][:, self.network.prefix :] for i in chosen]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         return BackboneOutput(
             feature_maps=tuple(x.mT.unflatten(-1, shape).contiguous() for x in patches),
-            hidden_states=read.hidden_states if output_hidden_states else None,
+            hidden_states=outputs.hidden_states if output_hidden_states else None,
         )

@@ -281,15 +281,15 @@ class OnescanTextModel(OnescanModel):
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
         documents = _documents(position_ids, keep, inputs)
         segments = token_type_ids if self.network.config.segment_types else None
-        given = Inputs(input_ids, inputs_embeds, segments, keep)
+        network_inputs = Inputs(input_ids, inputs_embeds, segments, keep)
         state = None if cache is None else cache.resume(self._read)
         if isinstance(self.network.position, TokenPosition):
             _check_first_positions(position_ids, keep, 0 if state is None else state.position)
         hidden: list[Tensor] = []
         outputs = hidden if self.returns_hidden_states(**options) else None
-        x, state = self._read(given, state, documents, outputs)
+        x, state = self._read(network_inputs, state, documents, outputs)
         if cache is not None and state is not None:
-            cache.write(state, given)
+            cache.write(state, network_inputs)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden[:-1], x) if hidden else None,  # the last one is normalized
@@ -309,19 +309,19 @@ class OnescanTextModel(OnescanModel):
             return self.network.read(embeddings, outputs=outputs, **options)
         return self.network(ids, outputs=outputs, **options)
 
-    def _cache(self, given: Any, use_cache: bool | None) -> StateCache | None:
-        if given is not None and not isinstance(given, StateCache):
+    def _cache(self, cache: Any, use_cache: bool | None) -> StateCache | None:
+        if cache is not None and not isinstance(cache, StateCache):
             raise ValueError(
-                f"past_key_values is {named_type(given)}, expected the StateCache that the "
+                f"past_key_values is {named_type(cache)}, expected the StateCache that the "
                 "model returned"
             )
         if self.network.config.state_block != 1:
-            if given is not None:
+            if cache is not None:
                 raise ValueError("past_key_values was given to a bidirectional model")
             return None
-        if given is None and use_cache is None:
+        if cache is None and use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        return StateCache(self.network.config.depth) if given is None and use_cache else given
+        return StateCache(self.network.config.depth) if cache is None and use_cache else cache
 
 
 class OnescanTextModelWithHead(OnescanModel):
@@ -398,7 +398,7 @@ class OnescanTextModelWithHead(OnescanModel):
 
         ``loss_options`` are options of transformers' loss functions, such as num_items_in_batch.
         """
-        read = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -411,12 +411,12 @@ class OnescanTextModelWithHead(OnescanModel):
             return_dict=True,
         )
         is_count = isinstance(logits_to_keep, int)
-        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
-        logits = self.score(read.last_hidden_state[:, kept], attention_mask, position_ids)
+        indices = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits = self.score(outputs.last_hidden_state[:, indices], attention_mask, position_ids)
         loss = None if labels is None else self.compute_loss(logits, labels, **loss_options)
-        cached = {CACHE: getattr(read, CACHE)} if self.returns_cache else {}
+        cached = {CACHE: getattr(outputs, CACHE)} if self.returns_cache else {}
         return self.output_class(
-            loss=loss, logits=logits, hidden_states=read.hidden_states, **cached
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **cached
         )
 
 
@@ -513,7 +513,9 @@ def _keep(attention_mask: Any, inputs: Any) -> Tensor | None:
     return None if can_look_at_values(keep) and bool(keep.all()) else keep
 
 
-def _check_first_positions(position_ids: Tensor | None, keep: Tensor | None, read: Any) -> None:
+def _check_first_positions(
+    position_ids: Tensor | None, keep: Tensor | None, tokens_read: Any
+) -> None:
     """Raise ValueError, on a CPU, if positions do not begin at the number of tokens read before."""
     if position_ids is None or not position_ids.numel() or not can_look_at_values(position_ids):
         return
@@ -521,11 +523,11 @@ def _check_first_positions(position_ids: Tensor | None, keep: Tensor | None, rea
     if keep is not None:
         rows = position_ids.expand(len(keep), -1)
         first = rows.gather(1, keep.long().argmax(dim=1, keepdim=True))[:, 0]
-        first = first.where(keep.any(dim=1), read)
-    if bool((first != read).any()):
+        first = first.where(keep.any(dim=1), tokens_read)
+    if bool((first != tokens_read).any()):
         raise ValueError(
-            f"position_ids begin at {first.tolist()}, expected {torch.as_tensor(read).tolist()}, "
-            "the number of real tokens read before"
+            f"position_ids begin at {first.tolist()}, expected "
+            f"{torch.as_tensor(tokens_read).tolist()}, the number of real tokens read before"
         )
 
 

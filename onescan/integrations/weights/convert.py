@@ -50,14 +50,14 @@ def convert_model(foreign: Foreign) -> nn.Module:
     empty = build_on_meta(config)
     expected = {} if empty is None else distinct(empty)
     for name in sorted(expected.keys() | weights.keys()):
-        there, here = (
+        source_shape, model_shape = (
             tuple(tensors[name].shape) if name in tensors else "missing"
             for tensors in (weights, expected)
         )
-        if there != here:
+        if source_shape != model_shape:
             raise ValueError(
-                f"the source is read as {source.name}, but {name} is {there} in the source and "
-                f"{here} in the model"
+                f"the source is read as {source.name}, but {name} is {source_shape} in the source "
+                f"and {model_shape} in the model"
             )
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model = build_model(config)
@@ -86,14 +86,14 @@ def convert_back(model: nn.Module, library: str, **fields: Any) -> Any:
     config: Any = getattr(model, "config", None)
     target = next((target for target in TARGETS if type(config) is target.config), None)
     if target is None or target.library != library:
-        known = ", ".join(
-            each.config.__name__.removesuffix("Config")
-            for each in TARGETS
-            if each.library == library
+        supported = ", ".join(
+            candidate.config.__name__.removesuffix("Config")
+            for candidate in TARGETS
+            if candidate.library == library
         )
         raise ValueError(
             f"the model is {named_type(model)}, which cannot be converted to {library}; expected "
-            f"one of {known}"
+            f"one of {supported}"
         )
     kind = getattr(import_module(library), target.model(config))
     settings = target.fields(config) | fields
@@ -121,6 +121,6 @@ def _find(foreign: Foreign) -> tuple[Source, Foreign]:
     first = next(iter(foreign.tensors), None)
     kind = foreign.fields.get("model_type") or foreign.fields.get("_class_name")
     unnamed = f"has no config.json that names a model, and tensors such as {first}"
-    what = f"is a {kind!r}" if kind else unnamed
-    known = "; ".join(source.name for source in SOURCES)
-    raise ValueError(f"the source {what}, expected one of: {known}")
+    problem = f"is a {kind!r}" if kind else unnamed
+    supported = "; ".join(source.name for source in SOURCES)
+    raise ValueError(f"the source {problem}, expected one of: {supported}")

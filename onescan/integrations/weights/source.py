@@ -96,8 +96,8 @@ class Tensors:
 
     def count(self, prefix: str) -> int:
         """Return the number of layers called "{prefix}0.", "{prefix}1.", and so on."""
-        found = {m[1] for name in self if (m := re.match(re.escape(prefix) + r"(\d+)\.", name))}
-        return len(found)
+        indices = {m[1] for name in self if (m := re.match(re.escape(prefix) + r"(\d+)\.", name))}
+        return len(indices)
 
     @property
     def unused(self) -> list[str]:
@@ -258,8 +258,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     index = sorted(path.glob(f"*{SUFFIX}.index.json")) if path.is_dir() else []
     if index:  # of sharded weights
         shards = _read_json(index[0]).get("weight_map")
-        given = shards.values() if isinstance(shards, dict) else ()
-        files = sorted({path / Path(str(name)).name for name in given})
+        file_names = shards.values() if isinstance(shards, dict) else ()
+        files = sorted({path / Path(str(name)).name for name in file_names})
         if missing := next((file.name for file in files if not file.is_file()), None):
             raise ValueError(f"{index[0]} names {missing}, but there is no such file")
     if path.is_file() and SHARD.fullmatch(path.name):

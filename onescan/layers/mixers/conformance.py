@@ -107,11 +107,11 @@ class Case:
             options["embedding"] = torch.sin(x)
         if "lower_bound" in takes:
             options["lower_bound"] = torch.full((self.width,), 0.2, dtype=x.dtype)
-        given = x.detach().clone()
-        made = call_mixer(self.mixer, x, grid, **options)
-        same = torch.equal(x.nan_to_num(), given.nan_to_num())
-        _expect(same, "forward changed its input in place")
-        return made
+        original = x.detach().clone()
+        result = call_mixer(self.mixer, x, grid, **options)
+        is_unchanged = torch.equal(x.nan_to_num(), original.nan_to_num())
+        _expect(is_unchanged, "forward changed its input in place")
+        return result
 
     def parts(self, cuts: Sequence[int]) -> Iterator[tuple[slice, Grid]]:
         """Yield the slice and the grid of each part of the tokens, split along the first axis."""
@@ -123,9 +123,9 @@ class Case:
     def in_parts(self, cuts: Sequence[int], **options: Any) -> tuple[Tensor, Any]:
         """Call the mixer on one part of the tokens after another; return outputs and last state."""
         state, outputs = None, []
-        for at, grid in self.parts(cuts):
-            own = {name: x[:, at] for name, x in options.items()}
-            y, state = self.call(self.x[:, at], grid, state=state, **own)
+        for tokens, grid in self.parts(cuts):
+            part_options = {name: x[:, tokens] for name, x in options.items()}
+            y, state = self.call(self.x[:, tokens], grid, state=state, **part_options)
             outputs.append(y)
         return torch.cat(outputs, dim=1), state
 
@@ -142,17 +142,21 @@ class BrokenPromiseError(Exception):
     """A mixer does not do what its config promises."""
 
 
-def _expect(condition: bool | Tensor, otherwise: str) -> None:
+def _expect(condition: bool | Tensor, message: str) -> None:
     if not condition:
-        raise BrokenPromiseError(otherwise)
+        raise BrokenPromiseError(message)
 
 
-def _close(got: Tensor, want: Tensor, what: str) -> None:
+def _close(actual: Tensor, expected: Tensor, what: str) -> None:
     _expect(
-        got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        actual.shape == expected.shape,
+        f"{what} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}",
     )
-    error = (got - want).abs().max().item() if got.numel() else 0.0
-    _expect(torch.allclose(got, want, rtol=RTOL, atol=ATOL), f"{what} differs by up to {error:.3g}")
+    error = (actual - expected).abs().max().item() if actual.numel() else 0.0
+    _expect(
+        torch.allclose(actual, expected, rtol=RTOL, atol=ATOL),
+        f"{what} differs by up to {error:.3g}",
+    )
 
 
 def _shape(case: Case) -> None:
@@ -183,10 +187,12 @@ def _samples(case: Case) -> None:
         mode()
         if case.mixer.training and _is_random(case):
             continue
-        whole, _ = case.call(case.x)
+        batch_output, _ = case.call(case.x)
         for i in range(BATCH):
             _close(
-                case.call(case.x[i : i + 1])[0], whole[i : i + 1], f"the output of sample {i} alone"
+                case.call(case.x[i : i + 1])[0],
+                batch_output[i : i + 1],
+                f"the output of sample {i} alone",
             )
 
 
@@ -195,7 +201,7 @@ def _is_random(case: Case) -> bool:
 
 
 def _gradients(case: Case) -> None:
-    named = {name: p for name, p in case.mixer.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in case.mixer.named_parameters() if p.requires_grad}
     grids = [case.grid]
     if _may_have_prefix(case.config, case.axes):
         grids.append(Grid(case.grid.shape, PREFIX))
@@ -205,21 +211,21 @@ def _gradients(case: Case) -> None:
         masks: list[dict[str, Any]] = [{}, {"keep": case.keep}] if grid == case.grid else [{}]
         for options in masks:
             y, _ = case.call(x, grid, **options)
-            leaves = {"x": x, **named}
-            found = torch.autograd.grad(y.square().sum(), [*leaves.values()], allow_unused=True)
-            for name, gradient in zip(leaves, found, strict=True):
+            leaves = {"x": x, **parameters}
+            gradients = torch.autograd.grad(y.square().sum(), [*leaves.values()], allow_unused=True)
+            for name, gradient in zip(leaves, gradients, strict=True):
                 if gradient is not None:
                     reached.add(name)
                     _expect(gradient.isfinite().all(), f"the gradient of {name} is not finite")
-    missing = [name for name in ("x", *named) if name not in reached]
+    missing = [name for name in ("x", *parameters) if name not in reached]
     _expect(not missing, f"no gradient reaches {', '.join(missing)}")
 
 
 def _weights(case: Case) -> None:
-    want, _ = case.call(case.x)
+    expected, _ = case.call(case.x)
     mixer, case.mixer = case.mixer, case.built()
     case.mixer.load_state_dict(mixer.state_dict())
-    _close(case.call(case.x)[0], want, "the output after loading the weights")
+    _close(case.call(case.x)[0], expected, "the output after loading the weights")
     case.mixer = mixer
 
 
@@ -233,27 +239,29 @@ def _masks(case: Case) -> None:
     extra: dict[str, Any] = {}
     if "embedding" in case.config.takes:
         extra = {"embedding": torch.sin(case.x)}
-    want, _ = case.call(case.x, keep=keep, **extra)
-    _expect(not want[~keep].any(), "outputs of masked tokens are not zero")
+    expected, _ = case.call(case.x, keep=keep, **extra)
+    _expect(not expected[~keep].any(), "outputs of masked tokens are not zero")
     for value in (7.0, torch.nan):
         other = case.x.masked_fill(~keep.unsqueeze(-1), value)
         _close(
             case.call(other, keep=keep, **extra)[0],
-            want,
+            expected,
             f"the output with {value} in masked tokens",
         )
-    whole = torch.ones_like(keep)
-    _close(case.call(case.x, keep=whole)[0], case.call(case.x)[0], "the output with keep=True")
+    no_padding = torch.ones_like(keep)
+    _close(case.call(case.x, keep=no_padding)[0], case.call(case.x)[0], "the output with keep=True")
 
 
 def _skips_padding(case: Case) -> None:
     keep = case.keep
-    got, _ = case.call(case.x, keep=keep)
+    actual, _ = case.call(case.x, keep=keep)
     for i in range(BATCH):
-        alone = case.x[i : i + 1, keep[i]]
-        if alone.shape[1]:
-            want, _ = case.call(alone, Grid((alone.shape[1],)))
-            _close(got[i : i + 1, keep[i]], want, "the output of real tokens among masked ones")
+        real_tokens = case.x[i : i + 1, keep[i]]
+        if real_tokens.shape[1]:
+            expected, _ = case.call(real_tokens, Grid((real_tokens.shape[1],)))
+            _close(
+                actual[i : i + 1, keep[i]], expected, "the output of real tokens among masked ones"
+            )
 
 
 def _cuts(case: Case) -> None:
@@ -262,27 +270,31 @@ def _cuts(case: Case) -> None:
     keep = case.keep
     padded: list[dict[str, Any]] = [{}, {"keep": keep}] if block == 1 else [{}]
     for options in padded:
-        want, _ = case.call(case.x, **options)
+        expected, _ = case.call(case.x, **options)
         for cut in range(unit, steps, unit):
             y, _ = case.in_parts([0, cut, steps], **options)
             with_mask = " with a mask" * bool(options)
-            _close(y, want, f"the output of two calls{with_mask}, split at {cut} of {steps}")
+            _close(y, expected, f"the output of two calls{with_mask}, split at {cut} of {steps}")
         y, _ = case.in_parts([0, unit, 2 * unit, 3 * unit, steps], **options)
-        _close(y, want, "the output of several calls")
+        _close(y, expected, "the output of several calls")
     _, state = case.in_parts([0, unit])
-    at, grid = list(case.parts([0, unit, 2 * unit]))[1]
-    first, again = (case.call(case.x[:, at], grid, state=state)[0] for _ in range(2))
+    tokens, grid = list(case.parts([0, unit, 2 * unit]))[1]
+    first, again = (case.call(case.x[:, tokens], grid, state=state)[0] for _ in range(2))
     _close(again, first, "the output of a second call with the same state (changed in place)")
 
 
 def _no_later_tokens(case: Case) -> None:
     block = case.config.state_block or 1
-    want, _ = case.call(case.x)
+    expected, _ = case.call(case.x)
     for stop in range(block, case.grid.tokens, block):
         other = case.x.clone()
         other[:, stop:] = torch.randn_like(other[:, stop:])
-        got = case.call(other)[0][:, :stop]
-        _close(got, want[:, :stop], f"the output of the first {stop} tokens, if later ones change,")
+        actual = case.call(other)[0][:, :stop]
+        _close(
+            actual,
+            expected[:, :stop],
+            f"the output of the first {stop} tokens, if later ones change,",
+        )
 
 
 def _state_size(case: Case) -> None:
@@ -313,11 +325,11 @@ def _packing(case: Case) -> None:
     inner = [(i + 1) * tokens // (i + 2) for i in range(BATCH)]  # one cut in each row
     cuts = [0, *(row * tokens + at for row, cut in enumerate(inner) for at in (cut, tokens))]
     packing = Packing(torch.tensor(cuts, dtype=torch.int32), batch=BATCH, tokens=tokens)
-    got, _ = case.call(case.x, cu_seqlens=packing)
-    flat, made = case.x.flatten(0, 1), got.flatten(0, 1)
+    actual, _ = case.call(case.x, cu_seqlens=packing)
+    flat, outputs = case.x.flatten(0, 1), actual.flatten(0, 1)
     for start, stop in itertools.pairwise(cuts):
-        want, _ = case.call(flat[start:stop].unsqueeze(0), Grid((stop - start,)))
-        _close(made[start:stop], want[0], "the output of a packed document")
+        expected, _ = case.call(flat[start:stop].unsqueeze(0), Grid((stop - start,)))
+        _close(outputs[start:stop], expected[0], "the output of a packed document")
 
 
 def _prefix(case: Case) -> None:
@@ -336,13 +348,15 @@ def _continued_prefix(case: Case) -> None:
     steps, rest = case.grid.shape[0], case.grid.shape[1:]
     per_step = case.grid.tokens // steps
     x = case.tokens(case.grid.tokens + PREFIX)
-    want, _ = case.call(x, Grid(case.grid.shape, PREFIX))
+    expected, _ = case.call(x, Grid(case.grid.shape, PREFIX))
     for cut in range(1, steps):
         end = PREFIX + cut * per_step
         before, state = case.call(x[:, :end], Grid((cut, *rest), PREFIX))
         after, _ = case.call(x[:, end:], Grid((steps - cut, *rest)), state=state)
-        got = torch.cat([before, after], dim=1)
-        _close(got, want, f"the output of two calls with a prefix, split at {cut} of {steps}")
+        actual = torch.cat([before, after], dim=1)
+        _close(
+            actual, expected, f"the output of two calls with a prefix, split at {cut} of {steps}"
+        )
 
 
 def _always(config: MixerConfig, axes: int) -> bool:

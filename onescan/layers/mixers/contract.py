@@ -357,8 +357,8 @@ def both_directions(
     """
     if sequence_group(None) is None:
         pairs = zip(forward, map(flipped, backward), strict=True)
-        together = (None if a is None else torch.cat([a, b]) for a, b in pairs)
-        past, future = scan(*together, group=None).unflatten(0, (2, -1)).unbind()
+        inputs = (None if a is None else torch.cat([a, b]) for a, b in pairs)
+        past, future = scan(*inputs, group=None).unflatten(0, (2, -1)).unbind()
     else:
         past = scan(*forward, group=scan_group(backward=False))
         future = scan(*map(flipped, backward), group=scan_group(backward=True))

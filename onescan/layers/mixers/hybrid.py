@@ -36,8 +36,8 @@ class HybridMixerConfig(MixerConfig):
 
     @property
     def state_block(self) -> int | None:
-        one, other = self.linear.state_block, self.attention.state_block
-        return None if one is None or other is None else math.lcm(one, other)
+        linear, attention = self.linear.state_block, self.attention.state_block
+        return None if linear is None or attention is None else math.lcm(linear, attention)
 
     @property
     def state_grows(self) -> bool:
@@ -80,9 +80,9 @@ class HybridMixerConfig(MixerConfig):
                 f"period {self.period}"
             )
         if self.linear.is_causal != self.attention.is_causal:
-            one, other = ("linear", "attention")[:: 1 if self.linear.is_causal else -1]
+            causal, other = ("linear", "attention")[:: 1 if self.linear.is_causal else -1]
             raise ValueError(
-                f"mixer.{one} is causal and mixer.{other} is not, expected both or neither"
+                f"mixer.{causal} is causal and mixer.{other} is not, expected both or neither"
             )
         offset = self.offset % self.period
         before = (index - offset + self.period - 1) // self.period  # blocks with attention

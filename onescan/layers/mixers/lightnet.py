@@ -299,20 +299,20 @@ class LightNetMixer(LinearAttention):
         (theta,) = to_accumulation_dtype(self.theta)
         cos, sin = theta.cos().unsqueeze(-1), theta.sin().unsqueeze(-1)
 
-        def turned(keys: Tensor) -> Tensor:  # B H 2K .
+        def rotate_keys(keys: Tensor) -> Tensor:  # B H 2K .
             a, b = keys.chunk(2, dim=2)
-            moved = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2)
-            return keys.where(keep[:, :, None, None], moved.to(keys.dtype))
+            rotated_keys = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2)
+            return keys.where(keep[:, :, None, None], rotated_keys.to(keys.dtype))
 
-        def of_op(state: Any) -> Any:
+        def rotate_state(state: Any) -> Any:
             if isinstance(state, SeparateState):
-                return state._replace(keys=of_op(state.keys))
+                return state._replace(keys=rotate_state(state.keys))
             if isinstance(state, DecayState):
-                k_sum = turned(state.k_sum.unsqueeze(-1)).squeeze(-1)
+                k_sum = rotate_keys(state.k_sum.unsqueeze(-1)).squeeze(-1)
                 state = state._replace(k_sum=k_sum)
-            return state._replace(kv=turned(state.kv))
+            return state._replace(kv=rotate_keys(state.kv))
 
-        return after._replace(attention=of_op(after.attention))
+        return after._replace(attention=rotate_state(after.attention))
 
     @torch.no_grad()
     def key_importance(self, x: Hidden) -> Tensor:
@@ -382,8 +382,8 @@ def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
     """Replace each token, [B, T, ...], with the last token of its block."""
     if block is None or block == 1:
         return x
-    place = torch.arange(x.shape[1], device=x.device)
-    return x.index_select(1, (place - place % block + block - 1).clamp(max=x.shape[1] - 1))
+    position = torch.arange(x.shape[1], device=x.device)
+    return x.index_select(1, (position - position % block + block - 1).clamp(max=x.shape[1] - 1))
 
 
 def _log_gain_over_ranks(

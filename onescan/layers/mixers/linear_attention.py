@@ -314,10 +314,10 @@ class LinearAttention(Mixer, ABC):
         if state is not None:
             config.check_state(state, grid)
             self.check_state(state, LinearAttentionState, causal=True)
-        before = LinearAttentionState(None) if state is None else state
+        previous = LinearAttentionState(None) if state is None else state
         x = masked(x, keep)
         parts, gate, extra = self._projected(x)
-        start = 0 if before.position is None else before.position
+        start = 0 if previous.position is None else previous.position
         angles = self.angles(parts[0], grid, start)
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
@@ -329,13 +329,13 @@ class LinearAttention(Mixer, ABC):
                 )
         scans = SnakeScans(grid, x) if config.scan == "natural" else None
         decays = self.decays_of(x, extra, grid, lower_bound)
-        options = ScanOptions(angles, keep, cu_seqlens, before.attention)
-        o, attention, window = self._scanned(parts, decays, options, before.window, scans)
+        options = ScanOptions(angles, keep, cu_seqlens, previous.attention)
+        o, attention, window = self._scanned(parts, decays, options, previous.window, scans)
         o = masked(self._output(x, o, gate), keep)
         if config.state_block is None or attention is None:
             return o, None
-        seen = None if angles is None else start + _length(x, grid)
-        return o, LinearAttentionState(attention, window, seen)
+        position = None if angles is None else start + _length(x, grid)
+        return o, LinearAttentionState(attention, window, position)
 
     def read_context(
         self,
@@ -359,14 +359,14 @@ class LinearAttention(Mixer, ABC):
         context = masked(context, keep)
         queries, gate, _ = self._projected(x)
         keys, _, extra = self._projected(context)
-        at_x = at_context = None
+        x_angles = context_angles = None
         if grids is not None:
-            at_x, at_context = (self.angles(queries[0], grid, 0) for grid in grids)
+            x_angles, context_angles = (self.angles(queries[0], grid, 0) for grid in grids)
         q, _, _ = self.qkv(queries, None)
         _, k, v = self.qkv(keys, None)
         (decays,) = self.decays_of(context, extra, Grid((context.shape[1],)), None)
-        written = self.write(k, v, decays, ScanOptions(angles=at_context, keep=keep))
-        return self._output(x, self.read(q, written, at_x), gate)
+        state = self.write(k, v, decays, ScanOptions(angles=context_angles, keep=keep))
+        return self._output(x, self.read(q, state, x_angles), gate)
 
     def _projected(self, x: Hidden) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor]]:
         """Return the inputs of `qkv` (or of the convolution), of the gate and of `decays_of`."""
@@ -395,15 +395,15 @@ class LinearAttention(Mixer, ABC):
         inputs = self.qkv(parts, angles) if maps_first else parts
         count = len(inputs)
         if scans is not None:
-            each = decays if len(decays) > 1 else decays * len(scans.orders)
-            inputs = scans.visit([(*inputs, *own, keep) for own in each])
+            decays_per_scan = decays if len(decays) > 1 else decays * len(scans.orders)
+            inputs = scans.visit([(*inputs, *scan_decays, keep) for scan_decays in decays_per_scan])
         else:
             inputs = (*inputs, *decays[0], keep)
         if backward:
             inputs = [flipped(y) for y in inputs]
             angles = angles.flip(0) if isinstance(angles, Tensor) else angles
         *inputs, keep = inputs
-        tokens, rest = inputs[:count], inputs[count:]
+        tokens, op_decays = inputs[:count], inputs[count:]
         if not maps_first:
             if self.conv is not None:
                 u, window = self.conv(tokens[0], keep=keep, state=window, group=group)
@@ -411,7 +411,7 @@ class LinearAttention(Mixer, ABC):
             tokens = self.qkv(tokens, angles)
         q, k, v = tokens
         options = options._replace(angles=angles, keep=keep, group=group)
-        o, state = self.scan(q, k, v, rest, options)
+        o, state = self.scan(q, k, v, op_decays, options)
         o = flipped(o) if backward else o
         return self.finished(o if scans is None else scans.mean(o)), state, window
 
@@ -442,10 +442,10 @@ def _check_parts(state: LinearAttentionState, **expected: bool) -> None:
     for name, is_expected in expected.items():
         part = getattr(state, name)
         if (part is not None) != is_expected:
-            found = "None" if part is None else "not None"
+            described = "None" if part is None else "not None"
             has = "has" if is_expected else "has no"
             raise ValueError(
-                f"state.{name} is {found}, but this mixer {has} {NEEDED_BY[name]}: the state "
+                f"state.{name} is {described}, but this mixer {has} {NEEDED_BY[name]}: the state "
                 "belongs to another mixer"
             )
 

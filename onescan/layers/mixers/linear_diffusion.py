@@ -216,11 +216,9 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
                 "diffusion, local_update and linear_attention are all False, expected at least one"
             )
         if self.is_causal and (self.separable or self.scheme != "explicit"):
-            raise ValueError(
-                "direction='forward' goes with separable=False and scheme='explicit' only"
-            )
+            raise ValueError("direction='forward' requires separable=False and scheme='explicit'")
         if self.scheme != "explicit" and self.form == "fft":
-            raise ValueError("form is 'fft' with scheme='crank_nicolson', which has none")
+            raise ValueError("form is 'fft' with scheme='crank_nicolson', which has no FFT form")
         return LinearDiffusionMixer(self, width, axes)
 
     def _check_dense(self, width: int) -> None:
@@ -379,13 +377,13 @@ class LinearDiffusionMixer(Mixer):
         group = sequence_group(None)
         for axis, diffusion in enumerate(self.diffusions, start=1):
             lines = h.movedim(axis, -2)  # B others n D
-            kept = None if real is None else real.movedim(axis, -1).flatten(0, -2)
+            line_keep = None if real is None else real.movedim(axis, -1).flatten(0, -2)
             ranks = None
             if group is not None and axis == 1:  # the only axis that is sharded
                 ranks = group.with_lengths(group.positions(grid.shape, x.device))
             with nullcontext() if group is None else sequence_parallel(ranks):
-                moved = diffusion(lines.flatten(0, -3), keep=kept)
-            h = moved.view(lines.shape).movedim(-2, axis)
+                diffused = diffusion(lines.flatten(0, -3), keep=line_keep)
+            h = diffused.view(lines.shape).movedim(-2, axis)
         return torch.cat([x[:, : grid.prefix], h.flatten(1, len(grid.shape))], dim=1)
 
 
@@ -444,11 +442,11 @@ class Diffusion(nn.Module, ABC):
     ) -> Hidden:
         """Return the tokens after one step."""
         weights = self.weights()
-        moved = linear_diffusion(
+        diffused = linear_diffusion(
             x.unflatten(-1, (len(weights), -1)), weights, self.dt(weights),
             scheme=self.scheme, keep=keep, cu_seqlens=cu_seqlens, state=state, form=self.form,
         )  # fmt: skip
-        return moved.flatten(-2)
+        return diffused.flatten(-2)
 
     def next_state(
         self, x: Hidden, keep: Keep | None, state: DiffusionState | None
@@ -485,9 +483,9 @@ class GaussianDiffusion(Diffusion):
         logits = torch.tensor(fractions, dtype=torch.float64).logit()
         logits = logits.clamp(-MAX_SIGMA_LOGIT, MAX_SIGMA_LOGIT)
         self.raw_sigma = nn.Parameter(logits.to(torch.get_default_dtype()))
-        one = math.log(math.e - 1)  # where softplus is 1
-        self.raw_past = nn.Parameter(torch.full((len(sigmas),), one))
-        self.raw_future = None if self.causal else nn.Parameter(torch.full((len(sigmas),), one))
+        raw_one = math.log(math.e - 1)  # where softplus is 1
+        self.raw_past = nn.Parameter(torch.full((len(sigmas),), raw_one))
+        self.raw_future = None if self.causal else nn.Parameter(torch.full((len(sigmas),), raw_one))
 
     def weights(self) -> DiffusionKernels:
         (past,) = to_accumulation_dtype(self.raw_past)
@@ -553,8 +551,8 @@ class DenseDiffusion(nn.Module):
     def __init__(self, sigmas: Sequence[float], tokens: int, *, epsilon: float) -> None:
         super().__init__()
         self.tokens = tokens
-        place = torch.arange(tokens)
-        lags = place.unsqueeze(1) - place
+        position = torch.arange(tokens)
+        lags = position.unsqueeze(1) - position
         self.raw_kernel = nn.Parameter(initial_weights(sigmas, lags, epsilon))
         self.raw_step = initial_step(len(sigmas))
 
@@ -576,17 +574,17 @@ class DenseDiffusion(nn.Module):
             else:
                 row_sums = keep.to(rates.dtype) @ rates.mT  # H B T
             shares = x.to(factors.dtype).tensor_split(len(rates), dim=-1)
-            moved = [
+            diffused = [
                 torch.addcmul(factor @ share, 1 - row_sum.unsqueeze(-1), share)
                 for factor, row_sum, share in zip(factors, row_sums, shares, strict=True)
             ]
-            return torch.cat(moved, dim=-1).to(x.dtype)
+            return torch.cat(diffused, dim=-1).to(x.dtype)
 
     def weights(self) -> Operators:
         """Return the current kernels K, without their diagonals."""
         (raw,) = to_accumulation_dtype(self.raw_kernel)
-        own = torch.eye(self.tokens, dtype=torch.bool, device=raw.device)
-        return F.softplus(raw).masked_fill(own, 0)
+        diagonal = torch.eye(self.tokens, dtype=torch.bool, device=raw.device)
+        return F.softplus(raw).masked_fill(diagonal, 0)
 
     def rates(self) -> Operators:
         """Return dt K, whose row sums are below 1."""

@@ -262,8 +262,8 @@ class LionMixer(LinearAttention):
         angles = rotary_angles(
             Grid((2,)), self.key_width, start=0, dtype=kv.dtype, device=kv.device
         )[1]
-        moved = DecayState(rotated(kv.mT, angles).mT, rotated(k_sum, angles))
-        return after._replace(attention=rows_where(keep, after.attention, moved))
+        rotated_state = DecayState(rotated(kv.mT, angles).mT, rotated(k_sum, angles))
+        return after._replace(attention=rows_where(keep, after.attention, rotated_state))
 
     def _decay_outputs(self, x: Hidden, lower_bound: LowerBound | None) -> list[DecayOutput]:
         """Return the decays of each scan; `lower_bound` is for decays that read it."""
@@ -299,7 +299,7 @@ class LionMixer(LinearAttention):
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep.clone()
         real[:, : grid.prefix] = False
         outputs = self._decay_outputs(x, lower_bound)
-        return torch.stack([self._mean(each.log_decay, x, real) for each in outputs])
+        return torch.stack([self._mean(output.log_decay, x, real) for output in outputs])
 
     def _mean(self, log_decay: LogDecay | None, x: Hidden, real: Keep) -> Tensor:
         if log_decay is None:

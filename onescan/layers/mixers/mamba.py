@@ -132,21 +132,21 @@ class MambaMixer(Mixer):
         moves = config.prefix_position == "middle"
         x, real = masked(x, keep), keep
         if moves:
-            x, real = _prefix_moved([x, real], grid)
+            x, real = _move_prefix([x, real], grid)
         u, *gates = self.in_proj(x).split(self.in_widths, dim=-1)
         outputs: list[Tensor] = []
         new_state: Any = None
         for scan, backward in zip(self.scans, config.is_backward, strict=True):
             inputs = (u, real)
-            v, seen = map(flipped, inputs) if backward else inputs
-            y, new_state = scan(v, keep=seen, state=state, group=scan_group(backward=backward))
+            v, scan_keep = map(flipped, inputs) if backward else inputs
+            y, new_state = scan(v, keep=scan_keep, state=state, group=scan_group(backward=backward))
             outputs.append(flipped(y) if backward else y)
         y = sum(outputs[1:], start=outputs[0])
         for z in gates:
             y = y * GATES[config.gate](z)
         o = self.out_proj(y.to(x.dtype))
         if moves:
-            (o,) = _prefix_moved([o], grid, back=True)
+            (o,) = _move_prefix([o], grid, back=True)
         return masked(o, keep), new_state if config.is_causal else None
 
 
@@ -210,21 +210,21 @@ class SelectiveSSM(nn.Module):
         return x.expand(-1, -1, -1, self.conv.out_channels // groups, -1).flatten(2, 3)
 
 
-def _prefix_moved(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = False) -> list[Any]:
+def _move_prefix(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = False) -> list[Any]:
     """Move the prefix to the middle of the grid's tokens, or back; masks may be None."""
     x, group = tensors[0], sequence_group(None)
     assert x is not None, "tokens come before masks"
-    whole = grid
+    full_grid = grid
     if group is not None:
-        whole, lengths = whole_grid(group, grid, x)
-    sizes = whole.prefix, (whole.tokens - whole.prefix) // 2
+        full_grid, lengths = whole_grid(group, grid, x)
+    sizes = full_grid.prefix, (full_grid.tokens - full_grid.prefix) // 2
     first, second = sizes[::-1] if back else sizes
     if group is None:
         return [_swapped(y, first, second) for y in tensors]
-    order = _swapped(torch.arange(whole.tokens).unsqueeze(0), first, second)[0]
+    order = _swapped(torch.arange(full_grid.tokens).unsqueeze(0), first, second)[0]
     permutation = Permutation(order, lengths, group.rank, x.device)
-    moved = iter(permutation(group, [y for y in tensors if y is not None]))
-    return [None if y is None else next(moved) for y in tensors]
+    permuted = iter(permutation(group, [y for y in tensors if y is not None]))
+    return [None if y is None else next(permuted) for y in tensors]
 
 
 def _swapped(x: Tensor | None, first: int, second: int) -> Any:

@@ -212,17 +212,17 @@ class RWKV6Mixer(Mixer):
     ) -> tuple[Values, DecayState | None]:
         """Return r_t (S_{t-1} + diag(u) k_t v_t^T), also of the other direction, and the state."""
         wide_q, wide_k = to_accumulation_dtype(q, k)
-        own = (wide_q * self.bonus * wide_k).sum(dim=-1, keepdim=True) * v
-        read = partial(read_before_write, form=self.config.form, chunk_size=self.config.chunk_size)
+        self_output = (wide_q * self.bonus * wide_k).sum(dim=-1, keepdim=True) * v
+        scan = partial(read_before_write, form=self.config.form, chunk_size=self.config.chunk_size)
         inputs = (q, k, v, log_decay)
         if self.config.direction != "both":
             group = scan_group(backward=self.config.direction == "backward")
-            o, state = read(*inputs, state, return_state=self.config.is_causal, group=group)
-            return o + own, state
+            o, state = scan(*inputs, state, return_state=self.config.is_causal, group=group)
+            return o + self_output, state
         past, future = both_directions(
-            lambda *each, group: read(*each, return_state=False, group=group)[0], inputs, inputs
+            lambda *args, group: scan(*args, return_state=False, group=group)[0], inputs, inputs
         )
-        return past + future + own, None
+        return past + future + self_output, None
 
 
 def read_before_write(
@@ -304,8 +304,8 @@ def _previous(x: Hidden, keep: Keep | None, first: Pooled) -> tuple[Hidden, Pool
     """Do the same for tokens that are all on this process."""
     if keep is None:
         return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1), x[:, -1].clone()
-    place = torch.arange(1, x.shape[1] + 1, device=x.device)
-    latest = F.pad((place * keep).cummax(dim=1).values, (1, 0))  # 0 is `first`
+    position = torch.arange(1, x.shape[1] + 1, device=x.device)
+    latest = F.pad((position * keep).cummax(dim=1).values, (1, 0))  # 0 is `first`
     tokens = torch.cat([first.unsqueeze(1), x], dim=1)
-    seen = tokens.gather(1, latest.unsqueeze(-1).expand_as(tokens))
-    return seen[:, :-1], seen[:, -1].clone()
+    latest_tokens = tokens.gather(1, latest.unsqueeze(-1).expand_as(tokens))
+    return latest_tokens[:, :-1], latest_tokens[:, -1].clone()

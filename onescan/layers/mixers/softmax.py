@@ -192,8 +192,8 @@ class SoftmaxMixer(Mixer):
             return super().after_masked(before, after, keep)
         if not self.rotary:
             return after
-        moved = rotated(after.k, self._angles(Grid((2,)), after.k)[1])
-        return after._replace(k=after.k.where(keep[:, :, None, None], moved))
+        rotated_k = rotated(after.k, self._angles(Grid((2,)), after.k)[1])
+        return after._replace(k=after.k.where(keep[:, :, None, None], rotated_k))
 
     def _check(
         self, x: Hidden, cu_seqlens: Packing | None, state: Any
@@ -254,22 +254,22 @@ class SoftmaxMixer(Mixer):
         contains tokens of later ranks, whose number is the third result (otherwise 0).
         """
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
-        own, before = _joined(k, v, real), None if state is None else _joined(*state)
+        local, before = _joined(k, v, real), None if state is None else _joined(*state)
         if self.causal and self.window is not None:
-            ((past, last),) = carry_tokens(group, [(own, None)], self.window, before=before)
-            return self._split(past, own), self._split(last), 0
+            ((past, last),) = carry_tokens(group, [(local, None)], self.window, before=before)
+            return self._split(past, local), self._split(last), 0
         lengths = group.lengths(x)
         if self.causal:
             if before is not None:
                 lengths[0] += before.shape[1]
-                own = torch.cat([before, own], dim=1) if group.is_first else own
-            together = gather_tokens(group, own, lengths)
+                local = torch.cat([before, local], dim=1) if group.is_first else local
+            gathered = gather_tokens(group, local, lengths)
             end = sum(lengths[: group.rank + 1])
-            return self._split(together[:, :end]), self._split(together), 0
-        past, future = halo(group, own, lengths, self.window or sum(lengths))
+            return self._split(gathered[:, :end]), self._split(gathered), 0
+        past, future = halo(group, local, lengths, self.window or sum(lengths))
         if self.window is None:
-            return self._split(past, future, own), None, 0
-        return self._split(past, own, future), None, future.shape[1]
+            return self._split(past, future, local), None, 0
+        return self._split(past, local, future), None, future.shape[1]
 
     def _split(self, *tokens: Tensor) -> SoftmaxState:
         """Return the keys, values and mask of joined tokens; the inverse of `_joined`."""
@@ -285,8 +285,8 @@ class SoftmaxMixer(Mixer):
         if real is None:
             return None
         columns = real.shape[1]
-        own = real[:, columns - rows :]
-        mask = real[:, None, None, :] | ~own[:, None, :, None]
+        is_real_query = real[:, columns - rows :]
+        mask = real[:, None, None, :] | ~is_real_query[:, None, :, None]
         if not self.causal:
             return mask
         t = torch.arange(columns - rows, columns, device=real.device)

@@ -233,14 +233,14 @@ def bi_wkv(
     top, total = k.detach(), real.sum(dim=1, keepdim=True)  # B 1
     before = after = torch.zeros_like(total)
     if (group := sequence_group(None)) is not None:
-        own_top = F.pad(top, (0, 0, 0, 1), value=-torch.inf).amax(dim=1)
-        tops, totals = gather(group, own_top, total)
+        local_top = F.pad(top, (0, 0, 0, 1), value=-torch.inf).amax(dim=1)
+        tops, totals = gather(group, local_top, total)
         top, total = tops.transpose(0, 1), totals.sum(dim=0)
         before, after = totals[: group.rank].sum(dim=0), totals[group.rank + 1 :].sum(dim=0)
     top = top.amax(dim=1, keepdim=True).clamp(min=torch.finfo(k.dtype).min)
     weight = (k - top).exp()
     values = torch.stack([v, torch.ones_like(v)], dim=-1)  # B T D 2
-    own = (weight * bonus.exp()).unsqueeze(-1) * values
+    self_term = (weight * bonus.exp()).unsqueeze(-1) * values
     rate = decay.clamp(min=-MAX_GROWTH) / total.clamp(min=1).unsqueeze(-1)  # B 1 D
 
     def scan(
@@ -264,7 +264,7 @@ def bi_wkv(
 
     inputs = (weight, values, real, rate)
     past, future = both_directions(scan, (*inputs, before), (*inputs, after))
-    sums = past + future + own
+    sums = past + future + self_term
     return safe_divide(sums[..., 0], sums[..., 1])
 
 
@@ -285,7 +285,7 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
     axes = len(grid.shape)
     group = x.shape[-1] // (2 * axes)
     inside = x[:, grid.prefix :].unflatten(1, grid.shape)
-    *groups, rest = inside.split([group] * 2 * axes + [x.shape[-1] - 2 * axes * group], dim=-1)
+    *groups, unshifted = inside.split([group] * 2 * axes + [x.shape[-1] - 2 * axes * group], dim=-1)
     shifted, ranks = [], sequence_group(None)
     for i, part in enumerate(groups if ranks is None else groups[:-2]):
         step = -1 if i % 2 else 1
@@ -293,14 +293,14 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
         shifted.append(F.pad(part, padding))
     if ranks is not None:
         shifted += _neighboring_rows(ranks, *groups[-2:])
-    moved = torch.cat([*shifted, rest], dim=-1).flatten(1, axes)
-    return torch.cat([x[:, : grid.prefix], moved], dim=1)
+    grid_tokens = torch.cat([*shifted, unshifted], dim=-1).flatten(1, axes)
+    return torch.cat([x[:, : grid.prefix], grid_tokens], dim=1)
 
 
 def _neighboring_rows(ranks: SequenceGroup, previous: Tensor, following: Tensor) -> list[Tensor]:
     """Return the previous row of one tensor, [B, rows, ...], and the next row of the other."""
-    sides = [(previous.flatten(2), None), (following.flatten(2).flip(1), None)]
-    (before, _), (after, _) = carry_tokens(ranks, sides, 1)
+    shards = [(previous.flatten(2), None), (following.flatten(2).flip(1), None)]
+    (before, _), (after, _) = carry_tokens(ranks, shards, 1)
     return [
         torch.cat([before.unflatten(2, previous.shape[2:]), previous], dim=1)[:, :-1],
         torch.cat([following, after.unflatten(2, following.shape[2:])], dim=1)[:, 1:],

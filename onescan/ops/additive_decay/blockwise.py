@@ -93,10 +93,10 @@ def _uneven(
     run: Forward, inputs: AdditiveInputs, begins: Tensor, ends: Tensor
 ) -> tuple[Values, AdditiveDecayState]:
     """Do so for blocks of several sizes, given where the block of each token begins and ends."""
-    place = torch.arange(len(begins), device=begins.device)
-    as_key, as_query = place + begins, place + ends
-    source = place.new_empty(2 * len(place))
-    source[as_key], source[as_query] = place, place
+    index = torch.arange(len(begins), device=begins.device)
+    as_key, as_query = index + begins, index + ends
+    source = index.new_empty(2 * len(index))
+    source[as_key], source[as_query] = index, index
     is_query = torch.zeros_like(source, dtype=torch.bool)
     is_query[as_query] = True
 

@@ -243,11 +243,13 @@ def sum_by_sequence(z: Tensor, begins: Tensor) -> Tensor:
         z: State before the first chunk, then log-normalizers of the chunks, [B, H, N + 1, K].
         begins: Chunks that begin a sequence, [B, 1, N, 1].
     """
-    alone, step = F.pad(begins, (0, 0, 1, 0), value=True), 1
+    reaches_start, step = F.pad(begins, (0, 0, 1, 0), value=True), 1
     while step < z.shape[2]:
         earlier = F.pad(z[:, :, :-step], (0, 0, step, 0), value=LOG_ZERO)
-        z = logaddexp(z, earlier.masked_fill(alone, LOG_ZERO))
-        alone = alone | F.pad(alone[:, :, :-step], (0, 0, step, 0), value=True)
+        z = logaddexp(z, earlier.masked_fill(reaches_start, LOG_ZERO))
+        reaches_start = reaches_start | F.pad(
+            reaches_start[:, :, :-step], (0, 0, step, 0), value=True
+        )
         step *= 2
     return z
 
@@ -288,8 +290,8 @@ def _scan_sequences(
     cos, sin = (None if x is None else rows(chunks.from_row(x)) for x in tables)
 
     peak = k.detach().amax(dim=1).clamp(min=LOG_ZERO)  # chunks H K
-    whole = peak.new_full(size + peak.shape[1:], LOG_ZERO)
-    peak = whole.scatter_reduce(0, sequence[:, None, None].expand_as(peak), peak, "amax")
+    lowest = peak.new_full(size + peak.shape[1:], LOG_ZERO)
+    peak = lowest.scatter_reduce(0, sequence[:, None, None].expand_as(peak), peak, "amax")
     weight = (k - peak[sequence].unsqueeze(1)).exp()
     total = torch.zeros_like(peak).index_add(0, sequence, weight.sum(dim=1))  # S H K
     total = torch.where(total > 0, total, 1)
@@ -317,7 +319,7 @@ def context_of(
     tables: tuple[Table | None, Table | None],
     state: AdditiveDecayState | None,
     *,
-    is_lean: bool = False,
+    low_memory: bool = False,
 ) -> AdditiveDecayState:
     """Return the state of these tokens, merged with the incoming state; see `tiled.write`.
 
@@ -328,6 +330,6 @@ def context_of(
         peak = k.detach().amax(dim=1)  # B H K
         peak = torch.where(peak > -torch.inf, peak, 0)
         k = (k - peak.unsqueeze(1)).to(v.dtype)
-    z, kv = tiled.write(k, v, *tables, is_lean=is_lean)
-    own = AdditiveDecayState(z if peak is None else (z + peak).clamp(min=LOG_ZERO), kv)
-    return own if state is None else merged(state, own)
+    z, kv = tiled.write(k, v, *tables, low_memory=low_memory)
+    tokens_state = AdditiveDecayState(z if peak is None else (z + peak).clamp(min=LOG_ZERO), kv)
+    return tokens_state if state is None else merged(state, tokens_state)

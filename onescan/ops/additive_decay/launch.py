@@ -178,12 +178,12 @@ def _one_scan_backward(
         spans, batch, tokens, split, parts,
     )  # fmt: skip
     if firsts is None:
-        whole = sums.sum(1)
+        dkv_total = sums.sum(1)
     else:
-        whole = torch.segment_reduce(sums.flatten(0, 1), "sum", offsets=firsts, unsafe=True)
+        dkv_total = torch.segment_reduce(sums.flatten(0, 1), "sum", offsets=firsts, unsafe=True)
     if dkv is not None:
-        whole = whole + dkv.contiguous()
-    rounded = as_multiplied(whole, k.dtype)  # so that components common to all values cancel
+        dkv_total = dkv_total + dkv.contiguous()
+    rounded = as_multiplied(dkv_total, k.dtype)  # so that components common to all values cancel
     offset = per_key(kv * rounded, k)
     offset = offset if dz is None else (offset - dz).float()
     blocks = scan.collect_blocks(case)
@@ -194,7 +194,7 @@ def _one_scan_backward(
         k, v, rotary, keep, *scale, rounded, offset, dk, dv, dangles,
         spans, batch, tokens, split, parts,
     )  # fmt: skip
-    return dq, dk, dv, _summed(dangles, k), whole, offset
+    return dq, dk, dv, _summed(dangles, k), dkv_total, offset
 
 
 @_one_scan_backward.register_fake
@@ -203,8 +203,8 @@ def _(
     angles: Tensor | None, keep: Tensor | None, spans: Tensor | None, firsts: Tensor | None,
     kv: Tensor, scale: Tensor, wants_dangles: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    *made, dangles = _new_gradients(q, k, v, wants_dangles)
-    return *made, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
+    *gradients, dangles = _new_gradients(q, k, v, wants_dangles)
+    return *gradients, _summed(dangles, k), torch.empty_like(kv), torch.empty_like(scale[0])
 
 
 def _save_for_one_scan(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -218,14 +218,14 @@ def _backward_of_one_scan(
     q, k, v, angles, keep, z_in, kv_in, spans, firsts, z, kv, scale = ctx.saved_tensors
     wants_dangles = angles is not None and ctx.needs_input_grad[3]
     do = torch.zeros_like(v) if do is None else do.contiguous()
-    dq, dk, dv, dangles, whole, offset = _one_scan_backward(
+    dq, dk, dv, dangles, dkv_total, offset = _one_scan_backward(
         do, dz, dkv, q, k, v, angles, keep, spans, firsts, kv, scale, wants_dangles
     )
     dz_in = dkv_in = None
     if z_in is not None:
         share = (z_in - z).float().exp()
-        dkv_in = whole * per_feature(share, whole)
-        inner = per_key(kv_in * whole, k)
+        dkv_in = dkv_total * per_feature(share, dkv_total)
+        inner = per_key(kv_in * dkv_total, k)
         dz_in = (share * (inner - offset)).to(z_in.dtype)
     dangles = dangles.to(angles.dtype) if wants_dangles else None
     return dq, dk, dv, dangles, None, dz_in, dkv_in, None, None
@@ -372,9 +372,9 @@ def _(
     do: Tensor, dz: Tensor | None, dkv: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     angles: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    *made, dangles = _new_gradients(q, k, v, others[-1])
+    *gradients, dangles = _new_gradients(q, k, v, others[-1])
     _, z, kv = _new_outputs(k, v, angles)
-    return *made, _summed(dangles, k), torch.empty_like(z, dtype=torch.float32), kv
+    return *gradients, _summed(dangles, k), torch.empty_like(z, dtype=torch.float32), kv
 
 
 def _save_for_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

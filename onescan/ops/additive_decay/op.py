@@ -110,7 +110,7 @@ def _in_triton(form: Form) -> Callable[[Call], tuple[Values, States]]:
 
 def _form_inputs(call: Call) -> AdditiveInputs:
     q, k, v, angles, table, *_ = call.inputs
-    (state,), layout = call.enters, call.layout
+    (state,), layout = call.states_in, call.layout
     return AdditiveInputs(
         q, k, v, angles, state, layout.keep, call.options.chunk_size,
         causal_block=layout.block_size, bounds=layout.bounds, packing=layout.packing,
@@ -139,7 +139,7 @@ def _steps_in_triton(call: Call) -> tuple[Values, States]:
     positions = angles if isinstance(angles, RotaryPositions) else None
     feature_map = call.options.feature_map
     o, state = launch.recurrent(
-        q, k, v, None if positions else angles, call.enters[0], keep=call.layout.keep,
+        q, k, v, None if positions else angles, call.states_in[0], keep=call.layout.keep,
         positions=positions, feature_map=feature_map if feature_map in KERNEL_MAPS else "identity",
     )  # fmt: skip
     return o, (state,)
@@ -147,12 +147,14 @@ def _steps_in_triton(call: Call) -> tuple[Values, States]:
 
 def _in_causal_forms(direction: str) -> dict[Key, Implementation]:
     """Return the implementations that compute blocks in a causal form on 2T tokens."""
-    found = {
+    functions = {
         ("chunk", "torch"): _in_torch(blockwise.in_causal_form(tiled_causal.forward)),
         ("chunk", "triton"): _in_triton(blockwise.in_causal_form(_kernels("chunk"))),
         ("full", "torch"): _in_torch(blockwise.in_causal_form(forms.causal_full)),
     }
-    return {Key(direction, *key): Implementation(run, packed=False) for key, run in found.items()}
+    return {
+        Key(direction, *key): Implementation(run, packed=False) for key, run in functions.items()
+    }
 
 
 class AdditiveDecay(Recurrence):
@@ -196,7 +198,7 @@ class AdditiveDecay(Recurrence):
 
     def check(self, call: Call) -> None:
         q, k, v, angles, *_ = call.inputs
-        keep, incoming = call.layout.keep, call.carried
+        keep, state_tensors = call.layout.keep, call.state_tensors
         check_whole(1, chunk_size=call.options.chunk_size)
         given = {} if angles is None else {"angles": angles}
         if isinstance(angles, RotaryPositions):
@@ -217,7 +219,7 @@ class AdditiveDecay(Recurrence):
             q=(q, "B T H K"),
             k=(k, "B T H K"),
             v=(v, "B T H V"),
-            **{name: (x, patterns[name]) for name, x in (given | incoming).items()},
+            **{name: (x, patterns[name]) for name, x in (given | state_tensors).items()},
         )
         if call.inputs.leak is not None:
             check_leak(call.inputs.leak, k, call.layout)
@@ -248,7 +250,7 @@ class AdditiveDecay(Recurrence):
             return widest_causal_head(name_of(data_type(q, k, v)), chip_of(q.device))
         return WIDEST_HEAD
 
-    def blamed(self, inputs: Inputs) -> dict[str, Tensor | None]:
+    def finite_inputs(self, inputs: Inputs) -> dict[str, Tensor | None]:
         q, k, v, angles, *_ = inputs
         rotary = angles.theta if isinstance(angles, RotaryPositions) else angles
         return {"q": q, "k": k, "v": v, "angles": rotary}
@@ -291,14 +293,14 @@ class AdditiveDecay(Recurrence):
         return Inputs(q, k, v, angles, table, leak, leaked)
 
     def written(self, call: Call) -> AdditiveDecayState:
-        (_, k, v, angles, *_), (state,) = call.inputs, call.enters
+        (_, k, v, angles, *_), (state,) = call.inputs, call.states_in
         if call.layout.ranks is not None:
             return self.carried(call)[1][0]
         state = None if state is None else canonical(state, accumulation_dtype(v.dtype))
         return forms.context_of(k, v, rotary_tables(angles, k.dtype), state)
 
     def carried(self, call: Call) -> tuple[States, States]:
-        (_, k, v, _, table, _, leaked), layout, (state,) = call.inputs, call.layout, call.enters
+        (_, k, v, _, table, _, leaked), layout, (state,) = call.inputs, call.layout, call.states_in
         assert layout.ranks is not None
         if leaked is None:
             k, v = to_accumulation_dtype(k, v)
@@ -312,7 +314,7 @@ class AdditiveDecay(Recurrence):
             is_last = shard.sequence == shard.sequence[:, -1:]
             k = k.masked_fill(~is_last[:, :, None, None], -torch.inf)
         cos, sin = (None, None) if table is None else table.unbind(-2)
-        own = forms.context_of(k, v, (cos, sin), state, is_lean=True)
-        before, last = merged_before(layout.ranks, own, shard)
+        rank_state = forms.context_of(k, v, (cos, sin), state, low_memory=True)
+        before, last = merged_before(layout.ranks, rank_state, shard)
         last = _without_leak(last, leaked)
         return (before if state is None else merged(state, before),), (last,)

@@ -121,10 +121,10 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        own, kv, merged = ctx.saved_tensors
+        fraction, kv, merged = ctx.saved_tensors
         total, dkv = _sums(ctx.group, dz.to(kv.dtype), dkv)
-        slope = own * (total + per_key((kv - merged) * dkv, own))
-        return None, slope.to(dz.dtype), per_feature(own, kv) * dkv
+        dz_rank = fraction * (total + per_key((kv - merged) * dkv, fraction))
+        return None, dz_rank.to(dz.dtype), per_feature(fraction, kv) * dkv
 
 
 def _sums(group: SequenceGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

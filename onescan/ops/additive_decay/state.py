@@ -74,22 +74,22 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     """
     for name, state in (("a", a), ("b", b)):
         check_state_type(name, state)
-    named = {
+    tensors = {
         f"{name}.{part}": x
         for name, state in (("a", a), ("b", b))
         for part, x in state._asdict().items()
     }
-    check_floating(**named)
-    check_devices(**named)
+    check_floating(**tensors)
+    check_devices(**tensors)
     sizes = check_shapes(
-        **{name: (x, "B H F V" if name.endswith("kv") else "B H K") for name, x in named.items()}
+        **{name: (x, "B H F V" if name.endswith("kv") else "B H K") for name, x in tensors.items()}
     )
     if sizes["F"] not in (sizes["K"], 2 * sizes["K"]):
         raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K with LRPE")
     dtype = torch.promote_types(accumulation_dtype(a.kv.dtype), b.kv.dtype)
-    together = merged(canonical(a, dtype), canonical(b, dtype))
-    check_no_nan(together.kv, **named)
-    return together
+    result = merged(canonical(a, dtype), canonical(b, dtype))
+    check_no_nan(result.kv, **tensors)
+    return result
 
 
 def check_state_type(name: str, state: Any) -> None:

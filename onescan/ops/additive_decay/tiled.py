@@ -37,10 +37,10 @@ Tables = tuple[Tensor, ...]  # cosines and sines, [T, H, K]; empty without LRPE
 
 
 def write(
-    k: Keys, v: Values, cos: Table | None, sin: Table | None, *, is_lean: bool = False
+    k: Keys, v: Values, cos: Table | None, sin: Table | None, *, low_memory: bool = False
 ) -> tuple[LogNormalizer, KeyValue]:
-    """Return `state.write`, tile by tile if k is large, or to keep only the inputs (`is_lean`)."""
-    return _run(plain.write, _Write, k, v, cos, sin, is_lean=is_lean)
+    """Return `state.write`, tile by tile if k is large, or to save memory (`low_memory`)."""
+    return _run(plain.write, _Write, k, v, cos, sin, low_memory=low_memory)
 
 
 def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Values:
@@ -52,7 +52,7 @@ def _run(
     function: Function,
     in_tiles: type[torch.autograd.Function],
     *inputs: Any,
-    is_lean: bool = False,
+    low_memory: bool = False,
 ) -> Any:
     """Run a plain function, or its form in tiles if the first input is large.
 
@@ -60,13 +60,13 @@ def _run(
     """
     if torch.compiler.is_compiling():
         return function(*inputs)  # return early, because comparisons specialize symbolic lengths
-    given = [x for x in inputs if x is not None]
-    numbers, of_sample = given[0].numel(), given[0][:1].numel()
-    if wants_gradient(*given):
-        is_small = of_sample < LEARNING and not is_lean
+    tensors = [x for x in inputs if x is not None]
+    elements, sample_elements = tensors[0].numel(), tensors[0][:1].numel()
+    if wants_gradient(*tensors):
+        is_small = sample_elements < LEARNING and not low_memory
     else:
-        is_small = of_sample < LEAST or (numbers < MOST and of_sample < LARGE)
-    if is_small or needs_plain_functions(*given) or not can_look_at_values(given[0]):
+        is_small = sample_elements < LEAST or (elements < MOST and sample_elements < LARGE)
+    if is_small or needs_plain_functions(*tensors) or not can_look_at_values(tensors[0]):
         return function(*inputs)
     return in_tiles.apply(*inputs)
 
@@ -77,8 +77,8 @@ class _Read(torch.autograd.Function):
         ctx.save_for_backward(q, kv, cos, sin)
         tables = () if cos is None or sin is None else (cos, sin)
         o, workspace = q.new_empty(*q.shape[:3], kv.shape[-1]), _workspace(q)
-        for at in _tiles(q):
-            _read(q[at], kv[at[0]], _select(tables, at), o[at], workspace)
+        for tile in _tiles(q):
+            _read(q[tile], kv[tile[0]], _select(tables, tile), o[tile], workspace)
         return o
 
     @staticmethod
@@ -89,10 +89,12 @@ class _Read(torch.autograd.Function):
         tables = () if cos is None else (cos, sin)
         dtables = _zeros(tables, ctx.needs_input_grad[2:])
         dq, dkv, workspace = torch.empty_like(q), torch.zeros_like(kv), _workspace(q)
-        for at in _tiles(q):
-            here, dhere = _select(tables, at), _select(dtables, at)
-            _read_gradient(do[at], kv[at[0]], q[at], here, dhere, dq[at], workspace)
-            _add_products_(dkv[at[0]], q[at], do[at], here, workspace)
+        for tile in _tiles(q):
+            tile_tables, tile_dtables = _select(tables, tile), _select(dtables, tile)
+            _read_gradient(
+                do[tile], kv[tile[0]], q[tile], tile_tables, tile_dtables, dq[tile], workspace
+            )
+            _add_products_(dkv[tile[0]], q[tile], do[tile], tile_tables, workspace)
         return dq, dkv, *(dtables or (None, None))
 
 
@@ -107,10 +109,10 @@ class _Write(torch.autograd.Function):
         total = torch.zeros_like(peak)
         kv = k.new_zeros(batch, heads, width * (len(tables) or 1), v.shape[-1])
         weights, workspace = _workspace(k), _workspace(k)
-        for at in _tiles(k):
-            w = torch.sub(k[at], peak[at[0]], out=weights[: len(k[at])]).exp_()
-            total[at[0]] += w.sum(dim=0)
-            _add_products_(kv[at[0]], w, v[at], _select(tables, at), workspace)
+        for tile in _tiles(k):
+            w = torch.sub(k[tile], peak[tile[0]], out=weights[: len(k[tile])]).exp_()
+            total[tile[0]] += w.sum(dim=0)
+            _add_products_(kv[tile[0]], w, v[tile], _select(tables, tile), workspace)
         total = torch.where(total > 0, total, 1)
         kv /= per_feature(total, kv)
         ctx.save_for_backward(k, v, cos, sin, peak, total, kv)
@@ -127,13 +129,17 @@ class _Write(torch.autograd.Function):
         scale = total.reciprocal()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         weights, workspace = _workspace(k), _workspace(k)
-        for at in _tiles(k):
-            sample, here, dhere = at[0], _select(tables, at), _select(dtables, at)
-            w = torch.sub(k[at], peak[sample], out=weights[: len(k[at])]).exp_()
+        for tile in _tiles(k):
+            sample, tile_tables, tile_dtables = (
+                tile[0],
+                _select(tables, tile),
+                _select(dtables, tile),
+            )
+            w = torch.sub(k[tile], peak[sample], out=weights[: len(k[tile])]).exp_()
             w.mul_(scale[sample])
-            _read_gradient(v[at], dkv[sample], w, here, dhere, dk[at], workspace)
-            dk[at].sub_(offset[sample]).mul_(w)
-            _read(w, dkv[sample], here, dv[at], workspace)
+            _read_gradient(v[tile], dkv[sample], w, tile_tables, tile_dtables, dk[tile], workspace)
+            dk[tile].sub_(offset[sample]).mul_(w)
+            _read(w, dkv[sample], tile_tables, dv[tile], workspace)
         return dk, dv, *(dtables or (None, None))
 
 
@@ -155,9 +161,9 @@ def _workspace(x: Tensor) -> Tensor:
     return x.new_empty(_tile_length(x), *x.shape[2:])
 
 
-def _select(tables: Tables, at: tuple[int, slice]) -> Tables:
+def _select(tables: Tables, tile: tuple[int, slice]) -> Tables:
     """Select the rows of a tile; all samples have the same angles."""
-    return tuple(x[at[1]] for x in tables)
+    return tuple(x[tile[1]] for x in tables)
 
 
 def _zeros(tables: Tables, needed: tuple[bool, ...]) -> Tables:

@@ -103,7 +103,7 @@ class _Factors(NamedTuple):
             and gradients of p in the opposite order. Other orders may underflow.
         enter: g_0, [B, H, N, K], which converts the state before a chunk.
         leave: 1 / g_J, [B, H, N, K], which converts the state after a chunk.
-        kept: Factor of the state from chunk to chunk, [B, H, N, K].
+        decay: Factor of the state from chunk to chunk, [B, H, N, K].
         mass_in: Normalizer before the first chunk, relative to its reference, [B, H, K].
         mass_out: Normalizer after the last chunk, relative to its reference, [B, H, K].
         kv_in: Incoming state, [B, H, F, V].
@@ -123,7 +123,7 @@ class _Factors(NamedTuple):
     to_chunk: Tensor
     enter: Tensor
     leave: Tensor
-    kept: Tensor
+    decay: Tensor
     mass_in: Tensor
     mass_out: Tensor
     kv_in: Tensor
@@ -161,11 +161,15 @@ def _scan(
     weight = _exp_(k - peak.unsqueeze(-2))
     mass = weight.sum(-2)
     top = peak.amax(-2)
-    own = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
-    own = own.clamp_(min=LOG_ZERO) if offset is None else own.clamp_(min=LOG_ZERO).add_(offset)
-    z = torch.cat([z_in.unsqueeze(2), own], 2)
+    z_chunk = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
+    z_chunk = (
+        z_chunk.clamp_(min=LOG_ZERO)
+        if offset is None
+        else z_chunk.clamp_(min=LOG_ZERO).add_(offset)
+    )
+    z = torch.cat([z_in.unsqueeze(2), z_chunk], 2)
     z = z.logcumsumexp(2) if begins is None else sum_by_sequence(z, begins)  # B H N+1 K
-    moved = None
+    rebase = None
     if offset is None:
         boundary, chunk_mass = _rounded(z, dtype)
         before, after = boundary[:, :, :-1], boundary[:, :, 1:]
@@ -174,14 +178,14 @@ def _scan(
         before, mass_before = _rounded(z[:, :, :-1] - offset, dtype)
         after, mass_after = _rounded(z[:, :, 1:] - offset, dtype)
         mass_out = mass_after[:, :, -1]
-        moved = torch.cat([mass_before[:, :, 1:], mass_after[:, :, -1:]], 2) / mass_after
+        rebase = torch.cat([mass_before[:, :, 1:], mass_after[:, :, -1:]], 2) / mass_after
     if begins is not None:
         before, mass_before = (
             before.masked_fill(begins, LOG_ZERO),
             mass_before.masked_fill(begins, 1),
         )
-    kept = _exp_(before - after)
-    kept = kept if moved is None else kept * moved
+    decay = _exp_(before - after)
+    decay = decay if rebase is None else decay * rebase
 
     # 2. Factors of blocks. Before block j there are 8 j tokens, and the state with a mass of 1.
     references, top = [before], before
@@ -192,7 +196,7 @@ def _scan(
     climb = reference.diff(dim=-2).clamp_(max=block_climb)
     g = torch.cat([climb.sum(-2, keepdim=True).mul_(-0.5), climb], -2).exp_().cumprod(-2)
     enter, leave = g.select(-2, 0), g.select(-2, -1).reciprocal()
-    leave = leave if moved is None else leave * moved
+    leave = leave if rebase is None else leave * rebase
     to_chunk = g.narrow(-2, 0, blocks).reciprocal()
     reference, scale = (
         reference[..., :-1, :],
@@ -238,22 +242,22 @@ def _scan(
     mass_in = mass_before[:, :, 0]
     if begins is not None:
         is_last = F.pad(begins[:, :, 1:], (0, 0, 0, 1))  # states end with their sequence
-        kept = kept.masked_fill(is_last, 0)
+        decay = decay.masked_fill(is_last, 0)
         added.masked_fill_(is_last.unsqueeze(-1), 0)
         mass_in = mass_in.masked_fill(begins[:, :, 0], 0)
-    kv, last = linear_scan(kv_in * per_feature(mass_in, kv_in), added, per_feature(kept, added))
+    kv, last = linear_scan(kv_in * per_feature(mass_in, kv_in), added, per_feature(decay, added))
     kv = kv * per_feature(enter, kv)
     o = scores @ v
     _add_product_(o, p_far, kv)
     kv_out = last / per_feature(mass_out, last)
     return (_to_tokens(o, tokens), z[:, :, -1], kv_out), _Factors(
         v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
-        enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores, begins,
+        enter, leave, decay, mass_in, mass_out, kv_in, kv_out, kv, scores, begins,
     )  # fmt: skip
 
 
 def _scan_gradients(
-    saved: _Factors, do: Tensor, dz: Tensor, dkv: Tensor, *, of_table: bool
+    saved: _Factors, do: Tensor, dz: Tensor, dkv: Tensor, *, wants_dtable: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Return gradients of q, k, v, the table, z_in and kv_in.
 
@@ -261,7 +265,7 @@ def _scan_gradients(
     the sum of -h_t over the tokens that read the key, times the weight of the key.
     """
     (v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
-     enter, leave, kept, mass_in, mass_out, kv_in, kv_out, kv, scores, begins) = saved  # fmt: skip
+     enter, leave, decay, mass_in, mass_out, kv_in, kv_out, kv, scores, begins) = saved  # fmt: skip
     tokens, blocks = do.shape[1], to_chunk.shape[3]
     in_blocks = reciprocal.shape
     do = _to_chunks(do, v.shape[2], v.shape[3])
@@ -270,14 +274,14 @@ def _scan_gradients(
     w_far = _rotate(w_block, table)
     dv = scores.mT @ do
     dscores = do @ v.mT
-    near = _diagonal(dscores, blocks).tril()
+    dscores_within = _diagonal(dscores, blocks).tril()
     _mask_blocks_(dscores)
 
     # 1. Queries.
     dp = dscores @ w_far
     _add_product_(dp, do, kv.mT)
     dp = _scaled(dp, to_chunk, to_block)
-    _add_product_(_in_blocks(dp), near, _in_blocks(_rotate(w_token, table)))
+    _add_product_(_in_blocks(dp), dscores_within, _in_blocks(_rotate(w_token, table)))
     dq = _rotate_back(dp, table)
     dq = dq.view(in_blocks).mul_(reciprocal)
 
@@ -295,13 +299,13 @@ def _scan_gradients(
     of_state = of_blocks.select(-2, 0) * enter
     if begins is not None:
         of_state = of_state.masked_fill(begins, 0)
-    y, y_in = linear_scan(y, of_state, kept, backward=True)
+    y, y_in = linear_scan(y, of_state, decay, backward=True)
     x = F.pad(of_blocks[..., 1:, :], (0, 0, 0, 1)) + (leave * y).unsqueeze(-2)
     added = p_far.mT @ do
     added.mul_(per_feature(enter, added))
     if begins is not None:
         added.masked_fill_(begins.unsqueeze(-1), 0)
-    dkv, dkv_in = linear_scan(dkv, added, per_feature(kept, added), backward=True)
+    dkv, dkv_in = linear_scan(dkv, added, per_feature(decay, added), backward=True)
     dkv = dkv * per_feature(leave, dkv)
     dz_in = mass_in * (per_key(kv_in * dkv_in, mass_in) - y_in)
     dkv_in = dkv_in * per_feature(mass_in, dkv_in)
@@ -309,13 +313,13 @@ def _scan_gradients(
     # 3. Keys and values.
     dw_far = dscores.mT @ p_far
     _add_product_(dw_far, v, dkv.mT)
-    dw_token = (near.mT @ _in_blocks(p_token)).view_as(dw_far)
+    dw_token = (dscores_within.mT @ _in_blocks(p_token)).view_as(dw_far)
     _add_product_(dv, w_far, dkv)
     dtable = None
-    if of_table and table is not None:
+    if wants_dtable and table is not None:
         both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
-        for slope, weight in ((dw_far, w_block), (dw_token, w_token)):
-            both.addcmul_(slope.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
+        for dw, weight in ((dw_far, w_block), (dw_token, w_token)):
+            both.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
         dtable = _to_tokens(both.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
             -1, (2, -1)
         )
@@ -343,23 +347,23 @@ class _CausalScan(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             inputs = (q, k, v, table, z_in, kv_in, begins)
             size = ctx.blocks * BLOCK
-            plain = partial(halve_chunks, size=size)
-            return *differentiable_gradients(plain, inputs, (do, dz, dkv)), None
+            function = partial(halve_chunks, size=size)
+            return *differentiable_gradients(function, inputs, (do, dz, dkv)), None
         tiles = [
             _Factors(*part) for part in zip(*[iter(rest)] * len(_Factors._fields), strict=True)
         ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
         with disable_autocast(q):  # a backward may run under autocast
-            for saved, slope in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
-                *made, dz, dkv = _scan_gradients(
-                    saved, slope, dz, dkv, of_table=ctx.needs_input_grad[3]
+            for saved, do_tile in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
+                *tile_gradients, dz, dkv = _scan_gradients(
+                    saved, do_tile, dz, dkv, wants_dtable=ctx.needs_input_grad[3]
                 )
-                parts.append(made)
-        *slopes, of_table = zip(*parts[::-1], strict=True)
-        dq, dk, dv = (torch.cat(x, dim=1) for x in slopes)
+                parts.append(tile_gradients)
+        *gradients, dtables = zip(*parts[::-1], strict=True)
+        dq, dk, dv = (torch.cat(x, dim=1) for x in gradients)
         dk = dk.to(k.dtype)
-        dtable = None if of_table[0] is None else torch.cat(of_table, dim=1)
+        dtable = None if dtables[0] is None else torch.cat(dtables, dim=1)
         return dq, dk, dv, dtable, dz.to(z_in.dtype), dkv, None, None
 
 
@@ -380,10 +384,14 @@ def _scan_tiles(
         return outputs, [saved]
     o, tiles, start = torch.empty_like(v), [], 0
     for length in lengths:
-        at = slice(None), slice(start, start + length)
-        part = None if table is None else table[at]
-        here = None if begins is None else begins[:, :, start // size : (start + length) // size]
-        (o[at], z, kv), saved = _scan(q[at], k[at], v[at], part, z, kv, here, blocks)
+        index = slice(None), slice(start, start + length)
+        part_table = None if table is None else table[index]
+        part_begins = (
+            None if begins is None else begins[:, :, start // size : (start + length) // size]
+        )
+        (o[index], z, kv), saved = _scan(
+            q[index], k[index], v[index], part_table, z, kv, part_begins, blocks
+        )
         tiles.append(saved)
         start += length
     return (o, z, kv), tiles
@@ -410,8 +418,8 @@ def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
         return [k.shape[1]]
     size = blocks * BLOCK
     length = max(1, TILE // max(1, k[:, :size].numel())) * size
-    whole, rest = divmod(k.shape[1], length)
-    return [length] * whole + [rest] * (rest > 0)
+    full, rest = divmod(k.shape[1], length)
+    return [length] * full + [rest] * (rest > 0)
 
 
 def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
@@ -469,8 +477,8 @@ def _scores(far: Tensor, p: Tensor, w: Tensor) -> Tensor:
     _mask_blocks_(far)
     near = (_in_blocks(p) @ _in_blocks(w).mT).tril_()
     if torch.compiler.is_exporting():  # ONNX has no writing to a view of the diagonal
-        placed = torch.diag_embed(near.permute(0, 1, 2, 4, 5, 3), dim1=3, dim2=5)
-        return far + placed.flatten(5).flatten(3, 4)
+        within_blocks = torch.diag_embed(near.permute(0, 1, 2, 4, 5, 3), dim1=3, dim2=5)
+        return far + within_blocks.flatten(5).flatten(3, 4)
     _diagonal(far, near.shape[3]).copy_(near)
     return far
 

@@ -35,7 +35,9 @@ from onescan.ops.numerics import (
 from onescan.shapes import Keys, LogDecays, Queries, Starts, Values
 
 Chunkwise = Callable[..., Sequence[Tensor]]  # of tensors [B, H, N, C, .]
-Sides = tuple[Tensor | None, Tensor | None]  # a state, [B, H, K, V + 1], or decay per direction
+PerDirection = tuple[
+    Tensor | None, Tensor | None
+]  # a state, [B, H, K, V + 1], or decay per direction
 
 
 class Directions(NamedTuple):
@@ -60,7 +62,7 @@ class Directions(NamedTuple):
 
 def directed(
     log_decay: LogDecays, decay_at: Literal["source", "target", "symmetric"], *, causal: bool
-) -> tuple[Directions, Sides]:
+) -> tuple[Directions, PerDirection]:
     """Shift the decays to the tokens at which the recurrences apply them.
 
     At each token, "target" applies its own decay (Eq. 5) and "source" the decay of the token
@@ -108,21 +110,21 @@ class Options(NamedTuple):
 
 
 def recurrent(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
-) -> tuple[Values, Sides]:
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, options: Options
+) -> tuple[Values, PerDirection]:
     """Visit one token at a time (Eq. 5, Theorem B.2), in constant memory besides the outputs."""
     v = F.pad(v, (0, 1), value=1.0)
     outputs: list[Tensor] = []
-    leaves: list[Tensor | None] = [None, None]
-    for backward, (log_decay, state) in enumerate(zip(decays, enters, strict=True)):
+    states_out: list[Tensor | None] = [None, None]
+    for backward, (log_decay, state) in enumerate(zip(decays, states_in, strict=True)):
         if log_decay is None:
             continue
         if state is None:
             state = v.new_zeros(k.shape[0], *k.shape[2:], v.shape[-1])
-        o, leaves[backward] = _visit(q, k, v, log_decay, state, backward=bool(backward))
+        o, states_out[backward] = _visit(q, k, v, log_decay, state, backward=bool(backward))
         outputs.append(o)
     o = sum(outputs[1:], start=outputs[0])
-    return _divided(o, options.normalize, causal=len(outputs) == 1), (leaves[0], leaves[1])
+    return _divided(o, options.normalize, causal=len(outputs) == 1), (states_out[0], states_out[1])
 
 
 def _visit(
@@ -141,32 +143,34 @@ def _visit(
 
 
 def one_scan(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
-) -> tuple[Values, Sides]:
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, options: Options
+) -> tuple[Values, PerDirection]:
     """Compute Q (K^T V) without decay, in both directions at once (LION-lit, Eq. 181 to 183).
 
     Products of bfloat16 inputs are bfloat16; states and row sums are float32.
     """
-    own = total(k, v)
-    left, right = (own if side is None else own + side for side in enters)
-    both = left if enters[1] is None else left + enters[1]
-    if right is left and options.return_state:
-        right = left.clone()  # a caller may change a state in place
+    total_kv = total(k, v)
+    forward, backward = (total_kv if state is None else total_kv + state for state in states_in)
+    both = forward if states_in[1] is None else forward + states_in[1]
+    if backward is forward and options.return_state:
+        backward = forward.clone()  # a caller may change a state in place
     normalize = options.normalize
     if normalize != "max_one" and both.dtype == q.dtype:
         o = torch.einsum("bthk,bhkv->bthv", q, both)
-        return _divided(o, normalize, causal=False), (left, right)
+        return _divided(o, normalize, causal=False), (forward, backward)
     o = torch.einsum("bthk,bhkv->bthv", q, both[..., :-1].to(q.dtype))
     if normalize == "none":
-        return o, (left, right)
+        return o, (forward, backward)
     k_sum, wide_q = both[..., -1], q.to(both.dtype)
     if normalize == "max_one":
         # float64, because terms of opposite sign may cancel to a row sum near 1
-        k_sum = to_float64(k).sum(dim=1) + sum(side[..., -1] for side in enters if side is not None)
+        k_sum = to_float64(k).sum(dim=1) + sum(
+            state[..., -1] for state in states_in if state is not None
+        )
         wide_q = to_float64(q)
     row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(both.dtype).unsqueeze(-1)
     divisor, _ = row_divisor(row_sum, normalize, causal=False)
-    return broadcast_divide(o, divisor.to(o.dtype), overwrite=True), (left, right)
+    return broadcast_divide(o, divisor.to(o.dtype), overwrite=True), (forward, backward)
 
 
 def total(k: Keys, v: Values) -> Tensor:
@@ -192,12 +196,12 @@ def row_divisor(row_sum: Tensor, normalize: str, *, causal: bool) -> tuple[Tenso
         is_zero = row_sum.abs() < MIN_DIVISOR
         return torch.where(is_zero, 1, row_sum), (~is_zero).to(row_sum.dtype)
     size = row_sum.abs() if causal else row_sum
-    slope = row_sum.sign() if causal else torch.ones_like(row_sum)
-    return size.clamp(min=1), slope * (size >= 1)
+    derivative = row_sum.sign() if causal else torch.ones_like(row_sum)
+    return size.clamp(min=1), derivative * (size >= 1)
 
 
 def updates_of(
-    k: Keys, v: Values, decays: Directions, ends: Sides
+    k: Keys, v: Values, decays: Directions, ends: PerDirection
 ) -> Sequence[tuple[Tensor, Tensor]]:
     """Return how tokens update a state, S' = P S + U, in each direction.
 
@@ -210,17 +214,17 @@ def updates_of(
         if logs is None:
             continue
         _, leave, through = decay_factors(logs.transpose(1, 2), k.dtype, backward=bool(backward))
-        left, kept = k * leave, through.mT
-        own = torch.cat([left.mT @ v, left.sum(-2).unsqueeze(-1)], dim=-1)
+        k_out, transition = k * leave, through.mT
+        added = torch.cat([k_out.mT @ v, k_out.sum(-2).unsqueeze(-1)], dim=-1)
         if end is not None:
             decay = end.exp().unsqueeze(-1)
-            own, kept = own * decay, kept * decay
-        updates.append((own, kept.expand(*own.shape[:2], -1, 1)))
+            added, transition = added * decay, transition * decay
+        updates.append((added, transition.expand(*added.shape[:2], -1, 1)))
     return updates
 
 
 def chunk_inputs(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, options: Options
 ) -> "tuple[ChunkInputs, int]":
     """Return the tensors of the chunk form, and the number of tokens per chunk."""
     size = length_of_chunks(options.chunk_size, k.shape[1])
@@ -230,19 +234,19 @@ def chunk_inputs(
     forward = decays.forward.expand(heads)
     backward = None if decays.backward is None else decays.backward.expand(heads)
     state = None
-    if enters != (None, None):
+    if states_in != (None, None):
         shape = k.shape[0], k.shape[2], v.shape[-1] + 1, k.shape[-1]
         empty = v.new_zeros(shape, dtype=accumulation_dtype(v.dtype))
-        sides = enters[:1] if backward is None else enters
-        state = torch.stack([empty if x is None else x.mT for x in sides], dim=2)
+        states = states_in[:1] if backward is None else states_in
+        state = torch.stack([empty if x is None else x.mT for x in states], dim=2)
     return ChunkInputs(q, k, v, forward, backward, state), size
 
 
-def by_direction(leaves: Tensor) -> Sides:
+def by_direction(states_out: Tensor) -> PerDirection:
     """Return the outgoing states of both directions, [B, H, K, V + 1], from those of `chunk`."""
-    if leaves.ndim == 1:  # not requested
+    if states_out.ndim == 1:  # not requested
         return None, None
-    return leaves[:, :, 0].mT, leaves[:, :, 1].mT if leaves.shape[2] > 1 else None
+    return states_out[:, :, 0].mT, states_out[:, :, 1].mT if states_out.shape[2] > 1 else None
 
 
 class ChunkInputs(NamedTuple):
@@ -254,7 +258,7 @@ class ChunkInputs(NamedTuple):
         v: Values.
         forward: Log-decays of the forward direction, [B, T, H, 1 or K].
         backward: Log-decays of the backward direction; None for causal calls.
-        enters: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
+        states_in: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
     """
 
     q: Tensor
@@ -262,14 +266,14 @@ class ChunkInputs(NamedTuple):
     v: Tensor
     forward: Tensor
     backward: Tensor | None
-    enters: Tensor | None
+    states_in: Tensor | None
 
-    def block(self, at: Any, states_at: Any) -> "ChunkInputs":
+    def block(self, index: Any, state_index: Any) -> "ChunkInputs":
         """Select a block of samples and heads."""
-        q, k, v, forward = (x[at] for x in self[:4])
-        backward = None if self.backward is None else self.backward[at]
-        enters = None if self.enters is None else self.enters[states_at]
-        return ChunkInputs(q, k, v, forward, backward, enters)
+        q, k, v, forward = (x[index] for x in self[:4])
+        backward = None if self.backward is None else self.backward[index]
+        states_in = None if self.states_in is None else self.states_in[state_index]
+        return ChunkInputs(q, k, v, forward, backward, states_in)
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Split q, k, v with appended ones, and all log-decays into chunks [B, H, N, C, .]."""
@@ -318,11 +322,13 @@ def chunk(
     """
     tokens = inputs.v.shape[1]
     q, k, v, logs = inputs.chunks(size)
-    befores, leaves = chunk_states(k, v, logs, inputs.enters, return_states=return_state)
+    states_before, states_out = chunk_states(
+        k, v, logs, inputs.states_in, return_states=return_state
+    )
     read = partial(_read, normalize=normalize, causal=inputs.backward is None)
-    parts = over_chunks(read, [q, k, v], logs, befores)
+    parts = over_chunks(read, [q, k, v], logs, states_before)
     o, *row_sums = (join_chunks(x, tokens) for x in parts)
-    return o, row_sums[0] if row_sums else o.new_empty(0), leaves, befores
+    return o, row_sums[0] if row_sums else o.new_empty(0), states_out, states_before
 
 
 def split_chunks(x: Tensor, count: int, size: int) -> Tensor:
@@ -342,7 +348,7 @@ def chunk_states(
     k: Tensor,
     v: Tensor,
     logs: Sequence[Tensor],
-    enters: Tensor | None,
+    states_in: Tensor | None,
     *,
     return_states: bool = True,
     of_gradients: bool = False,
@@ -354,7 +360,7 @@ def chunk_states(
         v: Values with appended ones, [B, H, N, C, V + 1]; gradients of outputs and row sums if
             `of_gradients`.
         logs: Log-decays of each direction.
-        enters: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
+        states_in: Incoming state of each direction, [B, H, D, V + 1, K]; None for zeros.
         return_states: Whether to return the outgoing states.
         of_gradients: Whether to compute the gradients of states, which are carried in the opposite
             direction.
@@ -364,25 +370,25 @@ def chunk_states(
         there is only one chunk and no incoming state; and the outgoing states [B, H, D, V + 1, K],
         empty if not `return_states`.
     """
-    is_read = enters is not None or not is_known(k.shape[2]) or k.shape[2] > 1
+    is_read = states_in is not None or not is_known(k.shape[2]) or k.shape[2] > 1
     if not is_read and not return_states:
         return [], v.new_empty(0)
-    befores, leaves = [], []
+    states_before, states_out = [], []
     for d, log_decay in enumerate(logs):
         enter, leave, through = decay_factors(log_decay, k.dtype, backward=bool(d))
         added = (v.mT @ (k * (enter if of_gradients else leave))).to(through.dtype)
-        state = added.new_zeros(added[:, :, 0].shape) if enters is None else enters[:, :, d]
+        state = added.new_zeros(added[:, :, 0].shape) if states_in is None else states_in[:, :, d]
         before, last = linear_scan(state, added, through, backward=bool(d) != of_gradients)
-        befores.append(before)
-        leaves.append(last)
-    outgoing = torch.stack(leaves, dim=2) if return_states else v.new_empty(0)
-    return befores if is_read else [], outgoing
+        states_before.append(before)
+        states_out.append(last)
+    outgoing = torch.stack(states_out, dim=2) if return_states else v.new_empty(0)
+    return states_before if is_read else [], outgoing
 
 
 def _read(
     tokens: Sequence[Tensor],
     logs: Sequence[Tensor],
-    befores: Sequence[Tensor],
+    states_before: Sequence[Tensor],
     *,
     normalize: str,
     causal: bool,
@@ -395,15 +401,15 @@ def _read(
     weights, *_ = decayed_scores(q, k, logs)
     reads = [
         q * decay_factors(log_decay, q.dtype, backward=bool(d)).enter
-        for d, log_decay in enumerate(logs[: len(befores)])
+        for d, log_decay in enumerate(logs[: len(states_before)])
     ]
     wide = accumulation_dtype(v.dtype)
     o = (weights @ v[..., :-1]).to(wide)
-    for read, before in zip(reads, befores, strict=True):
+    for read, before in zip(reads, states_before, strict=True):
         o = o + read @ before[..., :-1, :].mT.to(v.dtype)
     if normalize == "none":
         return [o.to(v.dtype)]
     row_sum = weights.sum(-1, keepdim=True, dtype=wide)
-    for read, before in zip(reads, befores, strict=True):
+    for read, before in zip(reads, states_before, strict=True):
         row_sum = row_sum + (before[..., -1:, :] @ read.mT.to(wide)).mT
     return [(o / row_divisor(row_sum, normalize, causal=causal)[0]).to(v.dtype), row_sum]

@@ -35,37 +35,39 @@ from onescan.ops.decay_attention.op import DecayState
 from onescan.ops.feature_maps import KERNEL_MAPS, FeatureMapName
 from onescan.shapes import Keep, Keys, Queries, Values
 
-Sides = tuple[DecayState | None, DecayState | None]
+PerDirection = tuple[DecayState | None, DecayState | None]
 
 LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
 
 
 def chunk(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
-    normalizer: str,
-) -> tuple[Values, Sides]:  # fmt: skip
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, *,
+    keep: Keep | None, normalizer: str,
+) -> tuple[Values, PerDirection]:  # fmt: skip
     """Compute the outputs, normalized according to `normalizer`, and the outgoing states."""
     q, k, v, keep = _contiguous(q, k, v, keep)
-    given = [x for x in decays if x is not None]
-    logs = torch.stack([_per_token(x, k) for x in given])
-    kv, k_sum = _stacked(enters, k, v, len(given))
+    log_decays = [x for x in decays if x is not None]
+    logs = torch.stack([_per_token(x, k) for x in log_decays])
+    kv, k_sum = _stacked(states_in, k, v, len(log_decays))
     is_learning = wants_gradient(q, k, v, logs, kv, k_sum)
     o, kv, k_sum, *_ = _decay_chunks(q, k, v, logs, keep, kv, k_sum, normalizer, is_learning)
-    leaves = [DecayState(*side) for side in zip(kv.unbind(), k_sum.unbind(), strict=True)]
-    return o, (leaves[0], leaves[1] if len(leaves) > 1 else None)
+    states_out = [DecayState(*state) for state in zip(kv.unbind(), k_sum.unbind(), strict=True)]
+    return o, (states_out[0], states_out[1] if len(states_out) > 1 else None)
 
 
 def one_scan(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
-    normalizer: str,
-) -> tuple[Values, Sides]:  # fmt: skip
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, *,
+    keep: Keep | None, normalizer: str,
+) -> tuple[Values, PerDirection]:  # fmt: skip
     """Compute the outputs and the outgoing states of both directions, without decay."""
     q, k, v, keep = _contiguous(q, k, v, keep)
-    wide = [None if side is None else DecayState(*(x.float() for x in side)) for side in enters]
-    entering = _added(*wide)
+    float32_states = [
+        None if state is None else DecayState(*(x.float() for x in state)) for state in states_in
+    ]
+    entering = _added(*float32_states)
     o, *sums = _linear_attention(q, k, v, keep, *(entering or (None, None)), normalizer)
-    own = DecayState(*sums)
-    return o, (_added(own, wide[0]), _added(own, wide[1]))
+    added = DecayState(*sums)
+    return o, (_added(added, float32_states[0]), _added(added, float32_states[1]))
 
 
 def _added(one: DecayState | None, other: DecayState | None) -> DecayState | None:
@@ -76,14 +78,14 @@ def _added(one: DecayState | None, other: DecayState | None) -> DecayState | Non
 
 
 def recurrent(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, *, keep: Keep | None,
-    normalizer: str, feature_map: FeatureMapName = "identity",
-) -> tuple[Values, Sides]:  # fmt: skip
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, *,
+    keep: Keep | None, normalizer: str, feature_map: FeatureMapName = "identity",
+) -> tuple[Values, PerDirection]:  # fmt: skip
     """Compute the normalized outputs and the outgoing state, token by token.
 
     The feature map is that of queries and keys.
     """
-    kv, k_sum = (None, None) if enters[0] is None else enters[0]
+    kv, k_sum = (None, None) if states_in[0] is None else states_in[0]
     dtype = data_type(q, k, v)
     q, k, v = (packed_heads(x.to(dtype)) for x in (q, k, v))
     keep = None if keep is None else keep.contiguous()
@@ -108,15 +110,15 @@ def _per_token(log_decay: Tensor, k: Tensor) -> Tensor:
 
 
 def _stacked(
-    enters: Sides, k: Tensor, v: Tensor, directions: int
+    states_in: PerDirection, k: Tensor, v: Tensor, directions: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """Stack the states of both sides, [D, B, H, K, V] and [D, B, H, K]; None if there are none."""
-    sides = enters[:directions]
-    if all(side is None for side in sides):
+    states = states_in[:directions]
+    if all(state is None for state in states):
         return None, None
     zeros = k.new_zeros(k.shape[0], *k.shape[2:], dtype=torch.float32)
     empty = DecayState(zeros.unsqueeze(-1).expand(*zeros.shape, v.shape[-1]), zeros)
-    parts = [empty if side is None else side for side in sides]
+    parts = [empty if state is None else state for state in states]
     kv, k_sum = (torch.stack([x.float() for x in part]) for part in zip(*parts, strict=True))
     return kv, k_sum
 
@@ -132,13 +134,13 @@ def _decay_chunks(
     needs them: the gradient of a row sum is a small difference of values computed from normalized
     outputs.
     """
-    o, kv, k_sum, c, wide_o = made = _new_outputs(k, v, decays, normalizer, is_learning)
+    o, kv, k_sum, c, wide_o = outputs = _new_outputs(k, v, decays, normalizer, is_learning)
     before, before_sum = _states(k, v, None, None, decays, keep, kv_in, sum_in, kv, k_sum)
     _read(
         q, k, v, None, decays, keep, before, before_sum, o, wide_o if wide_o.numel() else None, c,
         normalizer=normalizer,
     )  # fmt: skip
-    return made
+    return outputs
 
 
 @_decay_chunks.register_fake
@@ -182,17 +184,36 @@ def _decay_chunks_backward(
     blocks = kernels.gradient_blocks(case)
     chunks = -(-tokens // blocks.tokens)
     lines, both = batch * heads * chunks, len(decays) > 1
-    given, lengths = (k, q, v, do, scale, dc, decays, keep), (batch, tokens, chunks)
+    tensors, lengths = (k, q, v, do, scale, dc, decays, keep), (batch, tokens, chunks)
     if case.diagonal:
-        grid, made = (lines, -(-key_width // blocks.keys)), (dq, dk, ddecays)
-        launch(kernels.gradients, case, grid, *given, *before, *after, *made, *lengths, ABOVE=both)
-    else:
-        of_queries = (dq, ddecays)
-        kernel = kernels.query_gradients
-        launch(kernel, case, (lines,), *given, *before, *after, *of_queries, *lengths, ABOVE=both)
-        of_keys = (dk, ddecays)  # added to the output of the first kernel
+        grid, gradients = (lines, -(-key_width // blocks.keys)), (dq, dk, ddecays)
         launch(
-            kernels.key_gradients, case, (lines,), *given, *after, *of_keys, *lengths, ABOVE=both
+            kernels.gradients,
+            case,
+            grid,
+            *tensors,
+            *before,
+            *after,
+            *gradients,
+            *lengths,
+            ABOVE=both,
+        )
+    else:
+        query_outputs = (dq, ddecays)
+        kernel = kernels.query_gradients
+        launch(
+            kernel, case, (lines,), *tensors, *before, *after, *query_outputs, *lengths, ABOVE=both
+        )
+        key_outputs = (dk, ddecays)  # added to the output of the first kernel
+        launch(
+            kernels.key_gradients,
+            case,
+            (lines,),
+            *tensors,
+            *after,
+            *key_outputs,
+            *lengths,
+            ABOVE=both,
         )
     return dq, dk, dv, ddecays, dkv_in, dsum_in
 
@@ -231,11 +252,11 @@ def _backward(
         shape = len(decays), k.shape[0], *k.shape[2:]
         dsum = decays.new_zeros(shape) if dsum is None else dsum.contiguous()
         dkv = decays.new_zeros(*shape, v.shape[-1]) if dkv is None else dkv.contiguous()
-    *made, dkv_in, dsum_in = _decay_chunks_backward(
+    *gradients, dkv_in, dsum_in = _decay_chunks_backward(
         do, dkv, dsum, q, k, v, decays, keep, kv_in, sum_in, o, c, ctx.normalizer
     )
-    enters = (None, None) if kv_in is None else (dkv_in, dsum_in)
-    return *made, None, *enters, None, None
+    dstates_in = (None, None) if kv_in is None else (dkv_in, dsum_in)
+    return *gradients, None, *dstates_in, None, None
 
 
 _decay_chunks.register_autograd(_backward, setup_context=_save_for_backward)
@@ -314,10 +335,10 @@ def _backward_of_one_scan(
     do = torch.zeros_like(v) if do is None else do.contiguous()
     if kv_in is not None:
         kv, k_sum = kv + kv_in, k_sum + sum_in
-    dq, dk, dv, *denters = _linear_attention_backward(
+    dq, dk, dv, *dstates_in = _linear_attention_backward(
         do, dkv, dsum, q, k, v, keep, kv, k_sum, ctx.normalizer
     )
-    return dq, dk, dv, None, *((None, None) if kv_in is None else denters), None
+    return dq, dk, dv, None, *((None, None) if kv_in is None else dstates_in), None
 
 
 _linear_attention.register_autograd(_backward_of_one_scan, setup_context=_save_for_one_scan)

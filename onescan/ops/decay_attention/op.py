@@ -102,8 +102,10 @@ def _in_torch(form: Callable[..., Any]) -> Callable[[Call], tuple[Values, States
         q, k, v, _, decays, ends = call.inputs
         dtype = accumulation_dtype(v.dtype)
         options = forms.Options(call.options.normalize, call.options.chunk_size, call.returns_state)
-        o, leaves = form(q, k, v, decays, tuple(_joined(x, dtype) for x in call.enters), options)
-        return o, tuple(map(_split, leaves, ends))
+        o, states_out = form(
+            q, k, v, decays, tuple(_joined(x, dtype) for x in call.states_in), options
+        )
+        return o, tuple(map(_split, states_out, ends))
 
     return run
 
@@ -119,14 +121,16 @@ def _in_triton(kernel: str) -> Callable[[Call], tuple[Values, States]]:
         options = {"normalizer": "absolute_max_one" if absolute else call.options.normalize}
         if _maps_itself(call.options, kernel):
             options["feature_map"] = call.options.feature_map
-        o, leaves = getattr(launch, kernel)(
-            q, k, v, decays, call.enters, keep=call.layout.keep, **options
+        o, states_out = getattr(launch, kernel)(
+            q, k, v, decays, call.states_in, keep=call.layout.keep, **options
         )
         if not call.returns_state:
-            return o, leaves
-        if leaves[0] is leaves[1] and leaves[1] is not None:  # a caller may change one in place
-            leaves = leaves[0], DecayState(*(x.clone() for x in leaves[1]))
-        return o, tuple(map(_after, leaves, ends))
+            return o, states_out
+        if (
+            states_out[0] is states_out[1] and states_out[1] is not None
+        ):  # a caller may change one in place
+            states_out = states_out[0], DecayState(*(x.clone() for x in states_out[1]))
+        return o, tuple(map(_after, states_out, ends))
 
     return run
 
@@ -184,7 +188,7 @@ class DecayAttention(Recurrence):
 
     def check(self, call: Call) -> None:
         (q, k, v, log_decay, *_), options = call.inputs, call.options
-        keep, carried = call.layout.keep, call.carried
+        keep, state_tensors = call.layout.keep, call.state_tensors
         check_whole(1, chunk_size=options.chunk_size)
         check_tensors(
             keep,
@@ -194,7 +198,7 @@ class DecayAttention(Recurrence):
             log_decay=(log_decay, tuple(PATTERNS.values())),
             **{
                 name: (x, "B H K V" if name.endswith("kv") else "B H K")
-                for name, x in carried.items()
+                for name, x in state_tensors.items()
             },
         )
         check_choice("decay_at", options.decay_at, get_args(DecayAt))
@@ -213,7 +217,7 @@ class DecayAttention(Recurrence):
         if not call.layout.causal and not _decays(call):
             return "one_scan" if form in ("auto", "chunk") else form
         if form == "one_scan" and not call.layout.causal:
-            raise ValueError("form is 'one_scan' with decay, expected no decay in both directions")
+            raise ValueError("form is 'one_scan' with decay, but it supports no decay")
         if form != "auto":
             return form
         (q, _, v, log_decay, *_), directions = call.inputs, 1 if call.layout.causal else 2
@@ -261,18 +265,18 @@ class DecayAttention(Recurrence):
         return inputs._replace(decays=separated(inputs.decays, layout.starts, layout.ends))
 
     def written(self, call: Call) -> DecayState:
-        inputs, (enter, _) = call.inputs, call.enters
+        inputs, (state_in, _) = call.inputs, call.states_in
         if call.layout.ranks is not None:
             return self.carried(call)[1][0]
-        before = _joined(enter, inputs.v.dtype)
+        before = _joined(state_in, inputs.v.dtype)
         if _decays(call):
-            ((own, kept),) = updates_of(inputs.k, inputs.v, inputs.decays, inputs.ends)
-            before = None if before is None else kept * before
+            ((added, transition),) = updates_of(inputs.k, inputs.v, inputs.decays, inputs.ends)
+            before = None if before is None else transition * before
         else:
-            own = total(inputs.k, inputs.v)
-        written = _split(own if before is None else own + before, None)
-        assert written is not None
-        return written
+            added = total(inputs.k, inputs.v)
+        state = _split(added if before is None else added + before, None)
+        assert state is not None
+        return state
 
     def carried(self, call: Call) -> tuple[States, States]:
         inputs, keep = call.inputs, call.layout.keep
@@ -281,11 +285,11 @@ class DecayAttention(Recurrence):
         k, v = to_accumulation_dtype(inputs.k, inputs.v)
         if keep is not None:  # as kernels ignore masked tokens only later
             k, v = zero_masked(keep, k, v)
-        forward, backward = (_joined(side, k.dtype) for side in call.enters)
-        entering, leaving = carried_states(
+        forward, backward = (_joined(state, k.dtype) for state in call.states_in)
+        entering, final = carried_states(
             call.layout.ranks, k, v, inputs.decays, inputs.ends, (forward, backward)
         )
-        return tuple(_split(x, None) for x in entering), tuple(_split(x, None) for x in leaving)
+        return tuple(_split(x, None) for x in entering), tuple(_split(x, None) for x in final)
 
 
 def _decays(call: Call) -> bool:

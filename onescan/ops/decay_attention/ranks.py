@@ -7,14 +7,19 @@ import torch
 from torch import Tensor
 
 from onescan.ops.collectives import carry, linear_compose, linear_step
-from onescan.ops.decay_attention.forms import Directions, Sides, updates_of
+from onescan.ops.decay_attention.forms import Directions, PerDirection, updates_of
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Keys, Values
 
 
 def carried_states(
-    ranks: SequenceGroup, k: Keys, v: Values, decays: Directions, ends: Sides, sides: Sides
-) -> tuple[Sides, Sides]:
+    ranks: SequenceGroup,
+    k: Keys,
+    v: Values,
+    decays: Directions,
+    ends: PerDirection,
+    states_in: PerDirection,
+) -> tuple[PerDirection, PerDirection]:
     """Return the states that enter this rank from both sides, and those of the whole sequence.
 
     States are matrices with a column of sums of keys, [B, H, K, V + 1], and None for a direction
@@ -26,17 +31,21 @@ def carried_states(
         v: Values.
         decays: Log-decays of each direction.
         ends: Log-decay of each direction after the last token visited, if any.
-        sides: States before the first rank and after the last one, read there; None for zeros.
+        states_in: States before the first rank and after the last one, read there; None for zeros.
     """
     is_outermost = ranks.is_first, ranks.is_last
-    enters = [side if here else None for side, here in zip(sides, is_outermost, strict=True)]
+    outer_states = [
+        state if is_outer else None for state, is_outer in zip(states_in, is_outermost, strict=True)
+    ]
     updates = [
-        (own if enter is None else torch.addcmul(own, kept, enter), kept)
-        for (own, kept), enter in zip(updates_of(k, v, decays, ends), enters, strict=False)
+        (added if state is None else torch.addcmul(added, transition, state), transition)
+        for (added, transition), state in zip(
+            updates_of(k, v, decays, ends), outer_states, strict=False
+        )
     ]
     states = carry(ranks, updates, (torch.zeros_like(updates[0][0]),), linear_step, linear_compose)
     entering: list[Tensor | None] = [None, None]
-    leaving: list[Tensor | None] = [None, None]
-    for d, (((before,), (last,)), enter) in enumerate(zip(states, enters, strict=False)):
-        entering[d], leaving[d] = before if enter is None else before + enter, last
-    return (entering[0], entering[1]), (leaving[0], leaving[1])
+    final: list[Tensor | None] = [None, None]
+    for d, (((before,), (last,)), state) in enumerate(zip(states, outer_states, strict=False)):
+        entering[d], final[d] = before if state is None else before + state, last
+    return (entering[0], entering[1]), (final[0], final[1])

@@ -42,13 +42,13 @@ def forward(
     if log_decay is not None:
         wide = log_decay if log_decay.ndim == k.ndim else log_decay.unsqueeze(-1)
         decay = wide.exp().expand_as(k)
-    seen = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
+    is_real = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
     left, right = unpack_states(state, DecayState, causal=causal or causal_block is not None)
     first, second = ("target", "source") if decay_at == "symmetric" else (decay_at, decay_at)
-    o, c, left = _visit(range(tokens), q, k, v, decay, seen, left, first, whole=causal)
+    o, c, left = _visit(range(tokens), q, k, v, decay, is_real, left, first, counts_self=causal)
     if not causal:
         parts = [
-            _visit(reversed(block), q, k, v, decay, seen, right, second, whole=False)
+            _visit(reversed(block), q, k, v, decay, is_real, right, second, counts_self=False)
             for block in block_ranges(causal_block, tokens)
         ]
         outputs, sums, states = zip(*parts, strict=True)
@@ -58,7 +58,7 @@ def forward(
     elif normalize == "max_one":
         o = o / (c.abs() if causal else c).clamp(min=1).unsqueeze(-1)
     has_one_state = causal or causal_block is not None
-    return o * seen[:, :, None, None], left if has_one_state else DecayStates(left, right)
+    return o * is_real[:, :, None, None], left if has_one_state else DecayStates(left, right)
 
 
 def _visit(
@@ -67,25 +67,25 @@ def _visit(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    seen: Tensor,
+    is_real: Tensor,
     state: DecayState | None,
     decay_at: str,
     *,
-    whole: bool,
+    counts_self: bool,
 ) -> tuple[Tensor, Tensor, DecayState]:
     if state is None:
         state = DecayState(k.new_zeros(*k[:, 0].shape, v.shape[-1]), torch.zeros_like(k[:, 0]))
     kv, z = state
     outputs, sums = {}, {}
     for t in order:
-        known = seen[:, t, None, None]
-        factor = torch.where(known, decay[:, t], 1)
-        own_z = torch.where(known, k[:, t], 0)
+        is_token = is_real[:, t, None, None]
+        factor = torch.where(is_token, decay[:, t], 1)
+        own_z = torch.where(is_token, k[:, t], 0)
         own_kv = own_z.unsqueeze(-1) * v[:, t].unsqueeze(-2)
         if decay_at == "target":
             kv, z = factor.unsqueeze(-1) * kv, factor * z
         kv, z = kv + own_kv, z + own_z
-        half = 0 if whole else 0.5
+        half = 0 if counts_self else 0.5
         outputs[t] = ((kv - half * own_kv) * q[:, t].unsqueeze(-1)).sum(-2)
         sums[t] = ((z - half * own_z) * q[:, t]).sum(-1)
         if decay_at == "source":

@@ -20,7 +20,7 @@ from onescan.ops.decay_attention.forms import (
     ChunkInputs,
     Directions,
     Options,
-    Sides,
+    PerDirection,
     by_direction,
     chunk_inputs,
     chunk_states,
@@ -43,26 +43,26 @@ FEW = 1 << 18  # scores of a call up to which plain functions are fastest
 
 
 def full(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
-) -> tuple[Values, Sides]:
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, options: Options
+) -> tuple[Values, PerDirection]:
     """Compute attention between all pairs of tokens, O(T^2), as a single chunk."""
-    return chunk(q, k, v, decays, enters, options._replace(chunk_size=k.shape[1]))
+    return chunk(q, k, v, decays, states_in, options._replace(chunk_size=k.shape[1]))
 
 
 def chunk(
-    q: Queries, k: Keys, v: Values, decays: Directions, enters: Sides, options: Options
-) -> tuple[Values, Sides]:
+    q: Queries, k: Keys, v: Values, decays: Directions, states_in: PerDirection, options: Options
+) -> tuple[Values, PerDirection]:
     """Compute `forms.chunk`, in tiles unless a call is small or needs plain functions."""
-    inputs, size = chunk_inputs(q, k, v, decays, enters, options)
+    inputs, size = chunk_inputs(q, k, v, decays, states_in, options)
     rest = options.normalize, size, options.return_state
     if needs_plain_functions(*inputs) or _is_small(inputs, size):
-        o, _, leaves, _ = forms.chunk(inputs, *rest)
+        o, _, states_out, _ = forms.chunk(inputs, *rest)
     else:
         run = _operator if torch.compiler.is_compiling() else _run_eagerly
-        o, _, leaves, _ = run(*inputs, *rest, wants_gradient(*inputs))
+        o, _, states_out, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
         o = o.clone()  # the backward reads o, and a caller may modify the returned copy in place
-    return o, by_direction(leaves)
+    return o, by_direction(states_out)
 
 
 def _is_small(inputs: ChunkInputs, size: int) -> bool:
@@ -83,29 +83,28 @@ def _decay_chunks(
     v: Tensor,
     forward: Tensor,
     backward: Tensor | None,
-    enters: Tensor | None,
+    states_in: Tensor | None,
     normalize: str,
     size: int,
     return_state: bool,
     saves_states: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `forms.chunk` block by block; the states before chunks are one tensor."""
-    inputs = ChunkInputs(q, k, v, forward, backward, enters)
-    o, row_sum, leaves, states = _results(inputs, normalize, size, return_state, saves_states)
-    for where in _blocks(v, size):
-        at, states_at = where
+    inputs = ChunkInputs(q, k, v, forward, backward, states_in)
+    o, row_sum, states_out, states = _results(inputs, normalize, size, return_state, saves_states)
+    for index, state_index in _blocks(v, size):
         with disable_autocast(q):  # a compiled program may call this under autocast
-            part = inputs.block(*where)
-            made = forms.chunk(part, normalize, size, return_state, over_chunks=_in_batches)
-        o[at] = made[0]
+            part = inputs.block(index, state_index)
+            results = forms.chunk(part, normalize, size, return_state, over_chunks=_in_batches)
+        o[index] = results[0]
         if normalize != "none":
-            row_sum[at] = made[1]
+            row_sum[index] = results[1]
         if return_state:
-            leaves[states_at] = made[2]
+            states_out[state_index] = results[2]
         if states.numel():
-            for place, before in zip(states, made[3], strict=True):
-                place[states_at] = before
-    return o, row_sum, leaves, states
+            for saved, before in zip(states, results[3], strict=True):
+                saved[state_index] = before
+    return o, row_sum, states_out, states
 
 
 def _results(
@@ -117,12 +116,12 @@ def _results(
     sums = (batch, tokens, heads, 1) if normalize != "none" else (0,)
     directions = 1 if inputs.backward is None else 2
     state = (width + 1, inputs.k.shape[-1])
-    leaves = (batch, heads, directions, *state) if return_state else (0,)
+    states_out = (batch, heads, directions, *state) if return_state else (0,)
     chunks = -(-tokens // size)
-    is_read = saves_states and (chunks > 1 or inputs.enters is not None)
+    is_read = saves_states and (chunks > 1 or inputs.states_in is not None)
     states = (directions, batch, heads, chunks, *state) if is_read else (0,)
     wide = partial(v.new_empty, dtype=accumulation_dtype(v.dtype))
-    return v.new_empty(v.shape), wide(sums), wide(leaves), wide(states)
+    return v.new_empty(v.shape), wide(sums), wide(states_out), wide(states)
 
 
 def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -135,11 +134,11 @@ def _blocks(v: Tensor, size: int) -> Iterator[tuple[tuple[slice, ...], tuple[sli
     fit = max(1, BLOCK // (tokens * max(size, width)))
     if v.device.type != "cpu":
         fit = max(1, batch * heads)
-    samples, some = max(1, fit // heads), min(heads, fit)
-    for b in range(0, batch, samples):
-        for h in range(0, heads, some):
-            where = slice(b, b + samples), slice(h, h + some)
-            yield (where[0], slice(None), where[1]), where
+    samples_per_block, heads_per_block = max(1, fit // heads), min(heads, fit)
+    for b in range(0, batch, samples_per_block):
+        for h in range(0, heads, heads_per_block):
+            block = slice(b, b + samples_per_block), slice(h, h + heads_per_block)
+            yield (block[0], slice(None), block[1]), block
 
 
 def _in_batches(
@@ -153,8 +152,8 @@ def _in_batches(
         count = max(1, first.shape[:3].numel())
     split = [[x.flatten(0, 2).split(count) for x in group] for group in groups]
     parts = [function(*([x[i] for x in group] for group in split)) for i in range(len(split[0][0]))]
-    whole = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
-    return [x.unflatten(0, first.shape[:3]) for x in whole]
+    results = parts[0] if len(parts) == 1 else [torch.cat(x) for x in zip(*parts, strict=True)]
+    return [x.unflatten(0, first.shape[:3]) for x in results]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -164,40 +163,46 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # zeros for the states before chunks would be as large
 
 
-def _differentiate(ctx: Any, *slopes: Any, of_operator: bool = False) -> tuple[Tensor | None, ...]:
-    do, _, dleaves, _ = slopes
+def _differentiate(
+    ctx: Any, *output_gradients: Any, of_operator: bool = False
+) -> tuple[Tensor | None, ...]:
+    do, _, dstates_out, _ = output_gradients
     *inputs, o, row_sum, states = ctx.saved_tensors
     do = torch.zeros_like(inputs[2]) if do is None else do
     if torch.is_grad_enabled():  # second derivatives come from the plain functions
-        given: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
-        learnt = [x for x in given if x is not None and x.requires_grad]
-        o, _, leaves, _ = forms.chunk(
-            ChunkInputs(*given), ctx.normalize, ctx.size, ctx.return_state
+        copies: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
+        differentiable = [x for x in copies if x is not None and x.requires_grad]
+        o, _, states_out, _ = forms.chunk(
+            ChunkInputs(*copies), ctx.normalize, ctx.size, ctx.return_state
         )
-        made, dmade = ([o], [do]) if dleaves is None else ([o, leaves], [do, dleaves])
-        found = torch.autograd.grad(made, learnt, dmade, create_graph=True, materialize_grads=True)
-        rest = iter(found)
-        gradients = [None if x is None or not x.requires_grad else next(rest) for x in given]
+        outputs, doutputs = (
+            ([o], [do]) if dstates_out is None else ([o, states_out], [do, dstates_out])
+        )
+        results = torch.autograd.grad(
+            outputs, differentiable, doutputs, create_graph=True, materialize_grads=True
+        )
+        rest = iter(results)
+        gradients = [None if x is None or not x.requires_grad else next(rest) for x in copies]
     else:
         differentiate: Any = _backward_operator if of_operator else _decay_chunks_backward
         with_decays = any(ctx.needs_input_grad[3:5])
         options = ctx.normalize, ctx.size, with_decays
-        dleaves = do.new_empty(0) if dleaves is None else dleaves
+        dstates_out = do.new_empty(0) if dstates_out is None else dstates_out
         o = do if o is None else o
-        results = differentiate(do, dleaves, *inputs, o, row_sum, states, *options)
+        results = differentiate(do, dstates_out, *inputs, o, row_sum, states, *options)
         gradients = [None if x is None else g for x, g in zip(inputs, results, strict=True)]
     return *gradients, None, None, None, None
 
 
 def _decay_chunks_backward(
     do: Tensor,
-    dleaves: Tensor,
+    dstates_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     forward: Tensor,
     backward: Tensor | None,
-    enters: Tensor | None,
+    states_in: Tensor | None,
     o: Tensor,
     row_sum: Tensor,
     states: Tensor,
@@ -206,50 +211,53 @@ def _decay_chunks_backward(
     with_decays: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, both log-decays and the incoming states."""
-    inputs = ChunkInputs(q, k, v, forward, backward, enters)
-    whole = _gradients_like(*inputs)
-    for where in _blocks(v, size):
-        at, states_at = where
-        sums = row_sum if normalize == "none" else row_sum[at]
+    inputs = ChunkInputs(q, k, v, forward, backward, states_in)
+    results = _gradients_like(*inputs)
+    for index, state_index in _blocks(v, size):
+        sums = row_sum if normalize == "none" else row_sum[index]
         with disable_autocast(q):  # a backward may run under autocast
-            slope = _slope(do[at], o[at], sums, normalize, causal=backward is None)
-            dleave = dleaves[states_at] if dleaves.numel() else None
-            part = inputs.block(*where)
-            befores = [x[states_at] for x in states] if states.numel() else []
-            made, denters = _block_gradients(slope, dleave, part, befores, size, with_decays)
-        for place, gradient in zip(whole, made, strict=False):
-            place[at] = join_chunks(gradient, v.shape[1])
-        if enters is not None:
-            whole[-1][states_at] = denters
-    return whole
+            grad = _output_gradient(do[index], o[index], sums, normalize, causal=backward is None)
+            dstate_out = dstates_out[state_index] if dstates_out.numel() else None
+            part = inputs.block(index, state_index)
+            states_before = [x[state_index] for x in states] if states.numel() else []
+            gradients, dstates_in = _block_gradients(
+                grad, dstate_out, part, states_before, size, with_decays
+            )
+        for result, gradient in zip(results, gradients, strict=False):
+            result[index] = join_chunks(gradient, v.shape[1])
+        if states_in is not None:
+            results[-1][state_index] = dstates_in
+    return results
 
 
-def _slope(do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bool) -> Tensor:
+def _output_gradient(
+    do: Tensor, o: Tensor, row_sum: Tensor, normalize: str, *, causal: bool
+) -> Tensor:
     """Return the gradient of outputs and row sums before normalization, [B, T, H, V + 1]."""
     if normalize == "none":
         return F.pad(do, (0, 1))
-    divisor, slope = row_divisor(row_sum, normalize, causal=causal)
+    divisor, derivative = row_divisor(row_sum, normalize, causal=causal)
     wide = do / divisor
-    return torch.cat([wide, -slope * row_dot(wide, o.to(wide.dtype))], dim=-1).to(do.dtype)
+    return torch.cat([wide, -derivative * row_dot(wide, o.to(wide.dtype))], dim=-1).to(do.dtype)
 
 
 def _block_gradients(
-    slope: Tensor,
-    dleaves: Tensor | None,
+    grad: Tensor,
+    dstates_out: Tensor | None,
     inputs: ChunkInputs,
-    befores: Sequence[Tensor],
+    states_before: Sequence[Tensor],
     size: int,
     with_decays: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the gradients of q, k, v and log-decays in chunks, and of the states that enter."""
     q, k, v, logs = inputs.chunks(size)
-    slope = split_chunks(slope, q.shape[2], size).contiguous()
-    return_states = inputs.enters is not None
-    downs, denters = chunk_states(
-        q, slope, logs, dleaves, return_states=return_states, of_gradients=True
+    grad = split_chunks(grad, q.shape[2], size).contiguous()
+    return_states = inputs.states_in is not None
+    dstates_after, dstates_in = chunk_states(
+        q, grad, logs, dstates_out, return_states=return_states, of_gradients=True
     )
     of_chunks = partial(_chunk_gradients, with_decays=with_decays)
-    return _in_batches(of_chunks, [slope, q, k, v], logs, befores, downs), denters
+    return _in_batches(of_chunks, [grad, q, k, v], logs, states_before, dstates_after), dstates_in
 
 
 def _gradients_like(*inputs: Any) -> Any:
@@ -260,8 +268,8 @@ def _gradients_like(*inputs: Any) -> Any:
 def _chunk_gradients(
     tokens: Sequence[Tensor],
     logs: Sequence[Tensor],
-    befores: Sequence[Tensor],
-    downs: Sequence[Tensor],
+    states_before: Sequence[Tensor],
+    dstates_after: Sequence[Tensor],
     *,
     with_decays: bool,
 ) -> list[Tensor]:
@@ -270,8 +278,8 @@ def _chunk_gradients(
     Args:
         tokens: Gradient of outputs and row sums, q, k, and v with appended ones.
         logs: Log-decays of each direction.
-        befores: States before each chunk, [M, V + 1, K], for each direction; empty for zeros.
-        downs: Gradients of the states after each chunk, in the same layout.
+        states_before: States before each chunk, [M, V + 1, K], for each direction; empty for zeros.
+        dstates_after: Gradients of the states after each chunk, in the same layout.
         with_decays: Whether to compute the gradients of scalar log-decays.
     """
     do, q, k, v = tokens
@@ -283,8 +291,8 @@ def _chunk_gradients(
         dscores = decays.mul_(dweights)
         dq, dk = torch.bmm(dscores, k), torch.bmm(dscores.mT, q)
     else:
-        itself = dweights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dq, dk = itself * k, itself * q
+        diagonal = dweights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = diagonal * k, diagonal * q
 
     # gradients of the exponents of each direction's decay factors: enter, leave, through
     exponents = [
@@ -292,19 +300,19 @@ def _chunk_gradients(
     ]
     for d, log_decay in enumerate(logs):
         enter, leave, through = decay_factors(log_decay, q.dtype, backward=bool(d))
-        if befores:
-            reads = torch.bmm(do, befores[d].to(do.dtype)).mul_(enter)
+        if states_before:
+            reads = torch.bmm(do, states_before[d].to(do.dtype)).mul_(enter)
             dq += reads
             exponents[d][0] = _by_channel(reads.mul_(q), is_scalar).to(through.dtype)
-        if downs:
-            down = downs[d].to(v.dtype)
-            dv.baddbmm_(k * leave, down[:, :-1].mT)
-            writes = torch.bmm(v, down).mul_(leave)
+        if dstates_after:
+            dstate = dstates_after[d].to(v.dtype)
+            dv.baddbmm_(k * leave, dstate[:, :-1].mT)
+            writes = torch.bmm(v, dstate).mul_(leave)
             dk += writes
             exponents[d][1] = _by_channel(writes.mul_(k), is_scalar).to(through.dtype)
-        if befores and downs:
-            kept = (befores[d] * downs[d]).sum(1, keepdim=True).mul_(through)
-            exponents[d][2] = _by_channel(kept, is_scalar)
+        if states_before and dstates_after:
+            dthrough = (states_before[d] * dstates_after[d]).sum(1, keepdim=True).mul_(through)
+            exponents[d][2] = _by_channel(dthrough, is_scalar)
 
     if is_scalar:
         if not with_decays:
@@ -375,23 +383,23 @@ def _diagonal_gradient(
     of_through = of_through.unsqueeze(1)  # M S 1 K
     for enter, leave in reversed(levels):
         length = enter.shape[-2]
-        (_, queries), (keys, _), (_, dqueries), (dkeys, _), (_, entered), (left, _) = (
+        (_, queries), (keys, _), (_, dqueries), (dkeys, _), (_, enter_second), (leave_first, _) = (
             halves(x, length, backward=backward) for x in (q, k, dq, dk, of_enter, of_leave)
         )
-        first, second = (of_through + x.sum(-2, keepdim=True) for x in (entered, left))
+        first, second = (of_through + x.sum(-2, keepdim=True) for x in (enter_second, leave_first))
         of_halves = (second, first) if backward else (first, second)
         of_through = torch.stack(of_halves, dim=2).flatten(1, 2)
-        dblock = _beside(dweights, length, backward=backward)
+        dblock = _off_diagonal_blocks(dweights, length, backward=backward)
         drows = (dblock @ (keys * leave)).mul_(enter)
         dcolumns = (dblock.mT @ (queries * enter)).mul_(leave)
         dqueries += drows
         dkeys += dcolumns
-        entered.addcmul_(drows, queries)
-        left.addcmul_(dcolumns, keys)
+        enter_second.addcmul_(drows, queries)
+        leave_first.addcmul_(dcolumns, keys)
     return of_enter + of_through.squeeze(2)
 
 
-def _beside(x: Tensor, length: int, *, backward: bool) -> Tensor:
+def _off_diagonal_blocks(x: Tensor, length: int, *, backward: bool) -> Tensor:
     """View the blocks of [M, C, C] between second and first halves of tiles, [M, S, L, L]."""
     tiles = x.unflatten(2, (-1, 2, length)).unflatten(1, (-1, 2, length))
     blocks = tiles[:, :, int(not backward), :, :, int(backward)]
@@ -424,5 +432,5 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @_backward_operator.register_fake
-def _(do: Tensor, dleaves: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(do: Tensor, dstates_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _gradients_like(*rest[:6])

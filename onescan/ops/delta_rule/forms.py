@@ -96,7 +96,7 @@ def chunk(
     split = partial(_split_chunks, count=number_of_chunks(tokens, size), size=size)
     q, k, v = split(inputs.q.unsqueeze(2)), split(inputs.k), split(inputs.v)  # B H N R C .
     beta = split(inputs.beta.unsqueeze(-1))
-    kept = torch.eye(width, dtype=k.dtype, device=k.device)
+    decay_matrix = torch.eye(width, dtype=k.dtype, device=k.device)
     writes, keys = (beta * k).unsqueeze(4), k.unsqueeze(3)  # B H N R 1 C K and B H N 1 R C K
     if inputs.log_decay is None:
         stored, scores = writes @ keys.mT, (q.unsqueeze(4) @ keys.mT).tril()
@@ -107,7 +107,7 @@ def chunk(
         stored, scores = product(writes, keys), product(q.unsqueeze(4), keys)
         enter, leave, through = decay_factors(log_decay, k.dtype, backward=False)
         q_in, k_in, k_out = q * enter, k * enter, k * leave
-        kept = kept * through.squeeze(3)
+        decay_matrix = decay_matrix * through.squeeze(3)
     q_in, k_out = _join_updates(q_in), _join_updates(k_out)  # B H N C K and B H N (C R) K
 
     # 1. The value that each update writes, as a function of the incoming state. The solver reads
@@ -120,11 +120,11 @@ def chunk(
     ).split([width, v.shape[-1]], dim=-1)
 
     # 2. How each chunk updates a state, and the state before each chunk.
-    transition = kept - k_out.mT @ w  # B H N K K
+    transition = decay_matrix - k_out.mT @ w  # B H N K K
     added = k_out.mT @ u  # B H N K V
     if entering is not None:
         kv = entering(kv, transition, added)
-    before, kv = chunk_scan(lambda kv, kept, new: kept @ kv + new, kv, transition, added)
+    before, kv = chunk_scan(lambda kv, p, u: p @ kv + u, kv, transition, added)
 
     # 3. Each token reads the state before its chunk and the values written in its chunk so far.
     o = q_in @ before + _join_pairs(scores) @ (u - w @ before)
@@ -218,8 +218,8 @@ def bidirectional(
         x.unflatten(0, (2, inputs.v.shape[0])) for x in (o, kv)
     )
     updates = list(zip(*(x.unbind(2) for x in inputs[1:4]), strict=True))
-    own = _read_updates(inputs.q, updates)
-    return forward + reversed_backward.flip(1) - own, last, first
+    self_output = _read_updates(inputs.q, updates)
+    return forward + reversed_backward.flip(1) - self_output, last, first
 
 
 def _read_updates(q: Queries, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Values:

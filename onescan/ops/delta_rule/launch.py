@@ -16,13 +16,13 @@ from onescan.shapes import Keep, KeyValue
 
 
 def chunk(
-    inputs: Inputs, enters: Sequence[KeyValue | None], *, keep: Keep | None
+    inputs: Inputs, states_in: Sequence[KeyValue | None], *, keep: Keep | None
 ) -> tuple[Tensor, ...]:
     """Compute the outputs, and the outgoing state of each direction.
 
     Args:
         inputs: The inputs, with one update per token and at most one decay per head.
-        enters: Incoming state of each direction, one if causal; None for zeros.
+        states_in: Incoming state of each direction, one if causal; None for zeros.
         keep: True for real tokens.
     """
     q, *updates, beta, forward, backward = inputs
@@ -31,14 +31,18 @@ def chunk(
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     decays = kv_in = None
     if forward is not None and backward is not None:
-        logs = (forward, backward)[: len(enters)]
+        logs = (forward, backward)[: len(states_in)]
         decays = torch.stack([x.squeeze(3).float().expand_as(beta) for x in logs])
-    if any(kv is not None for kv in enters):
+    if any(kv is not None for kv in states_in):
         empty = beta.new_zeros(())
         shape = k.shape[0], *k.shape[2:], v.shape[-1]
-        kv_in = torch.stack([(empty if kv is None else kv).float().expand(shape) for kv in enters])
+        kv_in = torch.stack(
+            [(empty if kv is None else kv).float().expand(shape) for kv in states_in]
+        )
     mask = None if keep is None else keep.contiguous()
-    o, kv = _delta_chunks(q, k, v, beta.float().contiguous(), decays, kv_in, mask, len(enters) == 1)
+    o, kv = _delta_chunks(
+        q, k, v, beta.float().contiguous(), decays, kv_in, mask, len(states_in) == 1
+    )
     return o, *kv.unbind()
 
 
@@ -49,13 +53,13 @@ def _delta_chunks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the outputs and the outgoing states."""
     o, kv = _new_outputs(k, v, causal)
-    of_tokens = k, v, beta, decays, keep
-    w, errors, *_ = _solve(*of_tokens, causal)
+    token_inputs = k, v, beta, decays, keep
+    w, errors, *_ = _solve(*token_inputs, causal)
     before = _states(k, w, beta, decays, keep, kv_in, None, None, errors, kv)
     case, grid, lengths = _chunks(k, v, kernels.read_blocks)
     launch(
         kernels.read, case, grid,
-        q, *of_tokens, errors, before, o, *lengths, BOTH=not causal,
+        q, *token_inputs, errors, before, o, *lengths, BOTH=not causal,
     )  # fmt: skip
     return o, kv
 
@@ -81,24 +85,25 @@ def _delta_chunks_backward(
     dq, dk, dv, dbeta, ddecays, dkv_in = _new_gradients(
         q, k, v, beta, decays, causal, wants_ddecays
     )
-    of_decays = ddecays if wants_ddecays else None
-    given = beta, decays, keep
-    w, errors, inverse, derrors = _solve(k, v, *given, causal, q, do)
-    before = _states(k, w, *given, kv_in, None, None, errors, torch.empty_like(dkv_in))
-    after = _states(k, w, *given, dkv, q, do, derrors, dkv_in)
+    dlog_decays = ddecays if wants_ddecays else None
+    update_inputs = beta, decays, keep
+    w, errors, inverse, derrors = _solve(k, v, *update_inputs, causal, q, do)
+    before = _states(k, w, *update_inputs, kv_in, None, None, errors, torch.empty_like(dkv_in))
+    after = _states(k, w, *update_inputs, dkv, q, do, derrors, dkv_in)
     pairs, key_pairs = torch.empty_like(inverse), torch.empty_like(inverse)
     dbetas = beta.new_empty(len(w), *beta.shape)
     case, grid, lengths = _chunks(k, v, kernels.pair_blocks)
     launch(
         kernels.pair_gradients, case, (*grid, len(w)),
-        q, k, *given, do, errors, inverse, derrors, dbetas, of_decays, pairs, key_pairs, *lengths,
+        q, k, *update_inputs, do, errors, inverse, derrors, dbetas, dlog_decays, pairs, key_pairs,
+        *lengths,
     )  # fmt: skip
     if causal:
         dv, dbeta = derrors[0].to(v.dtype), dbetas[0]
     launch(
         kernels.gradients, case, grid,
-        q, k, v, *given, do, errors, derrors, before, after, pairs, key_pairs, dbetas,
-        dq, dk, dv, dbeta, of_decays, *lengths, BOTH=not causal,
+        q, k, v, *update_inputs, do, errors, derrors, before, after, pairs, key_pairs, dbetas,
+        dq, dk, dv, dbeta, dlog_decays, *lengths, BOTH=not causal,
     )  # fmt: skip
     return dq, dk, dv, dbeta, ddecays, dkv_in
 
@@ -131,10 +136,16 @@ def _backward(ctx: Any, do: Tensor | None, dkv: Tensor | None) -> tuple[Tensor |
     do = torch.zeros_like(v) if do is None else do.contiguous()
     dkv = None if dkv is None else dkv.contiguous()
     wants_ddecays = ctx.needs_input_grad[4]
-    *made, ddecays, dkv_in = _delta_chunks_backward(
+    *gradients, ddecays, dkv_in = _delta_chunks_backward(
         do, dkv, q, k, v, beta, decays, kv_in, keep, ctx.causal, wants_ddecays
     )
-    return *made, ddecays if wants_ddecays else None, None if kv_in is None else dkv_in, None, None
+    return (
+        *gradients,
+        ddecays if wants_ddecays else None,
+        None if kv_in is None else dkv_in,
+        None,
+        None,
+    )
 
 
 _delta_chunks.register_autograd(_backward, setup_context=_save_for_backward)

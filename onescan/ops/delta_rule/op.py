@@ -62,15 +62,15 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
     def run(call: Call) -> tuple[Values, States]:
         inputs, layout = call.inputs, call.layout
         matrices = _matrices(call)
-        named: dict[str, Any] = {"chunk_size": call.options.chunk_size}
+        options: dict[str, Any] = {"chunk_size": call.options.chunk_size}
         entering = None
         if layout.ranks is not None:
-            entering = named["entering"] = EnteringStates(layout.ranks, len(inputs.q))
+            entering = options["entering"] = EnteringStates(layout.ranks, len(inputs.q))
         of_directions = forms.causal if layout.causal else forms.bidirectional
-        o, *leaves = of_directions(form, inputs, *matrices, **named)
+        o, *states_out = of_directions(form, inputs, *matrices, **options)
         if entering is not None:
-            leaves = list(entering.last.split(len(inputs.q)))
-        return o, tuple(map(DeltaState, leaves))
+            states_out = list(entering.last.split(len(inputs.q)))
+        return o, tuple(map(DeltaState, states_out))
 
     return run
 
@@ -78,14 +78,14 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
 def _in_triton(call: Call) -> tuple[Values, States]:
     from onescan.ops.delta_rule import launch
 
-    o, *leaves = launch.chunk(call.inputs, _matrices(call), keep=call.layout.keep)
-    return o, tuple(map(DeltaState, leaves))
+    o, *states_out = launch.chunk(call.inputs, _matrices(call), keep=call.layout.keep)
+    return o, tuple(map(DeltaState, states_out))
 
 
 def _matrices(call: Call) -> list[KeyValue | None]:
     """Return the incoming state of each direction that is computed."""
-    sides = call.enters[: 1 if call.layout.causal else 2]
-    return [None if side is None else side.kv for side in sides]
+    states = call.states_in[: 1 if call.layout.causal else 2]
+    return [None if state is None else state.kv for state in states]
 
 
 def _implementations(direction: str) -> dict[Key, Implementation]:
@@ -108,7 +108,7 @@ class DeltaRule(Recurrence):
 
     def check(self, call: Call) -> None:
         q, k, v, beta, log_decay, *_ = call.inputs
-        keep, carried = call.layout.keep, call.carried
+        keep, state_tensors = call.layout.keep, call.state_tensors
         check_whole(1, chunk_size=call.options.chunk_size)
         updates = "R " if getattr(k, "ndim", 0) > q.ndim else ""
         check_tensors(
@@ -118,7 +118,7 @@ class DeltaRule(Recurrence):
             v=(v, f"B T {updates}H V"),
             beta=(beta, f"B T {updates}H"),
             log_decay=(log_decay, ("B T H", "B T H K")),
-            **{name: (x, "B H K V") for name, x in carried.items()},
+            **{name: (x, "B H K V") for name, x in state_tensors.items()},
         )
 
     def form_of(self, call: Call, form: str, backend: str) -> str:
@@ -127,7 +127,7 @@ class DeltaRule(Recurrence):
         is_step = call.inputs.q.shape[1] == 1 and call.layout.ranks is None
         return "recurrent" if is_step and backend == "torch" else "chunk"
 
-    def blamed(self, inputs: Inputs) -> dict[str, Tensor | None]:
+    def finite_inputs(self, inputs: Inputs) -> dict[str, Tensor | None]:
         return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "beta": inputs.beta}
 
     def why_no_kernel(self, call: Call) -> str | None:
@@ -154,8 +154,8 @@ class DeltaRule(Recurrence):
             check_log_decay(log_decay)
         if key.backend == "triton":
             return Inputs(q, k, v, beta, log_decay, log_decay)
-        given = [x for x in (q, k, v, beta, log_decay) if x is not None]
-        q, k, v, beta, *logs = to_accumulation_dtype(*given)
+        tensors = [x for x in (q, k, v, beta, log_decay) if x is not None]
+        q, k, v, beta, *logs = to_accumulation_dtype(*tensors)
         if keep is not None:
             q, k, v, beta = zero_masked(keep, q, k, v, beta)
         return Inputs(q, k, v, beta, *logs, *logs)

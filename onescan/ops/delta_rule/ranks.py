@@ -39,25 +39,25 @@ class EnteringStates:
             added: U of each chunk, [B, H, N, K, V].
         """
         width, ranks = kv.shape[-2], self.ranks
-        one = torch.eye(width, dtype=kv.dtype, device=kv.device).expand_as(transition[:, :, 0])
+        identity = torch.eye(width, dtype=kv.dtype, device=kv.device).expand_as(transition[:, :, 0])
         _, both = chunk_scan(  # of P and U, side by side
-            lambda kv, kept, new: kept @ kv + new,
-            torch.cat([one, torch.zeros_like(kv)], dim=-1),
+            lambda kv, p, u: p @ kv + u,
+            torch.cat([identity, torch.zeros_like(kv)], dim=-1),
             transition,
             F.pad(added, (width, 0)),
         )
-        kept, own = both.split([width, kv.shape[-1]], dim=-1)
+        product, total = both.split([width, kv.shape[-1]], dim=-1)
         is_outermost = kv.new_tensor([ranks.is_first, ranks.is_last]).repeat_interleave(self.batch)
         kv = kv * is_outermost[: len(kv), None, None, None]
-        updates = (own + kept @ kv, kept)
+        updates = (total + product @ kv, product)
         directions = [
             tuple(x[start : start + self.batch] for x in updates)
             for start in range(0, len(kv), self.batch)
         ]
         empty = torch.zeros_like(kv[: self.batch])
-        enters, leaves = zip(*carry(ranks, directions, (empty,), _step, _compose), strict=True)
-        self.last = torch.cat([state for (state,) in leaves])
-        return kv + torch.cat([state for (state,) in enters])
+        entering, final = zip(*carry(ranks, directions, (empty,), _step, _compose), strict=True)
+        self.last = torch.cat([state for (state,) in final])
+        return kv + torch.cat([state for (state,) in entering])
 
 
 def _step(state: State, update: State) -> State:

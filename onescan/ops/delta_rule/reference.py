@@ -56,8 +56,10 @@ def forward(
         parts = [_visit(block[::-1], q, k, v, beta, decay, right) for block in blocks]
         from_right, first = torch.cat([part for part, _ in parts], dim=1), parts[0][1]
         empty = q.new_zeros(last.kv.shape)
-        own = [_read(_updated(empty, k[:, t], v[:, t], beta[:, t]), q[:, t]) for t in tokens]
-        half = torch.stack(own, dim=1) / 2
+        self_outputs = [
+            _read(_updated(empty, k[:, t], v[:, t], beta[:, t]), q[:, t]) for t in tokens
+        ]
+        half = torch.stack(self_outputs, dim=1) / 2
         o = (o - half) + (from_right - half)
     return o * seen[:, :, None, None], last if has_one_state else DeltaStates(last, first)
 

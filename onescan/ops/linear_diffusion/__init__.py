@@ -171,40 +171,42 @@ def linear_diffusion(
     tokens, radius = x.shape[1], weights.shape[1] // 2
     rows, start = tokens, 0
     if ranks is None:
-        inputs, seen = _all_tokens(x, keep, state)
+        inputs, inputs_keep = _all_tokens(x, keep, state)
     else:
-        inputs, seen, start = _tokens_around(ranks, x, keep, state, radius)
+        inputs, inputs_keep, start = _tokens_around(ranks, x, keep, state, radius)
         rows = inputs.shape[1]
     sequence = None if packing is None else packing.sequence
     if isinstance(packing, PackingShard):
         sequence = packing.sequences_around(start, rows - start - packing.tokens)
     is_local = packing is not None or ranks is not None
-    chosen = choose(form, scheme=scheme, tokens=inputs.shape[1], radius=radius, is_local=is_local)
+    chosen_form = choose(
+        form, scheme=scheme, tokens=inputs.shape[1], radius=radius, is_local=is_local
+    )
     if _backend(form, scheme, backend, x, weights, dt, state) == "triton":
         from onescan.ops.linear_diffusion import launch
 
         with disable_autocast(x):
             rates = _rates(*to_accumulation_dtype(weights, dt))
-            y = launch.explicit(inputs, rates, seen, sequence, rows)
+            y = launch.explicit(inputs, rates, inputs_keep, sequence, rows)
             return (y if ranks is None else y.narrow(1, start, tokens)).to(x.dtype)
     with disable_autocast(x):
-        if seen is not None:
-            (inputs,) = zero_masked(seen, inputs)
+        if inputs_keep is not None:
+            (inputs,) = zero_masked(inputs_keep, inputs)
         wide, *others = to_accumulation_dtype(inputs, weights, dt)
         rates = _rates(*others)
         if sequence is not None:
-            y = forms.packed_explicit(chosen, wide, rates, seen, sequence)
+            y = forms.packed_explicit(chosen_form, wide, rates, inputs_keep, sequence)
         elif scheme == "explicit":
             multiplied = inputs if product_dtype(inputs) == torch.bfloat16 else wide
-            y = forms.explicit(IMPLEMENTATIONS[chosen], multiplied, rates, seen, rows)
+            y = forms.explicit(IMPLEMENTATIONS[chosen_form], multiplied, rates, inputs_keep, rows)
         else:
-            size = SOLVERS[chosen](radius)
-            y = crank_nicolson.crank_nicolson(size, wide, rates, seen)
+            size = SOLVERS[chosen_form](radius)
+            y = crank_nicolson.crank_nicolson(size, wide, rates, inputs_keep)
         y = y if ranks is None else y.narrow(1, start, tokens)
         if keep is not None:
             y = y.masked_fill(~keep[:, :, None, None], 0)
-    named = {} if state is None else {"state.x": state.x}
-    check_no_nan(y, wide, x=x, weights=weights, dt=dt, **named)
+    state_tensors = {} if state is None else {"state.x": state.x}
+    check_no_nan(y, wide, x=x, weights=weights, dt=dt, **state_tensors)
     return y.to(x.dtype)
 
 
@@ -224,9 +226,9 @@ def diffusion_operator(
     >>> A.tolist()
     [[[0.75, 0.25, 0.0], [0.25, 0.5, 0.25], [0.0, 0.25, 0.75]]]
     """
-    one = torch.eye(tokens, dtype=weights.dtype, device=weights.device)
-    each = one[None, :, None].expand(1, -1, weights.shape[0], -1)
-    return linear_diffusion(each, weights, dt, scheme=scheme, form=form)[0].transpose(0, 1)
+    identity = torch.eye(tokens, dtype=weights.dtype, device=weights.device)
+    unit_vectors = identity[None, :, None].expand(1, -1, weights.shape[0], -1)
+    return linear_diffusion(unit_vectors, weights, dt, scheme=scheme, form=form)[0].transpose(0, 1)
 
 
 def next_state(
@@ -297,8 +299,8 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int, is_local: bool =
         check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
         check_choice("form (cu_seqlens or group)", form, ["auto", *LOCAL])
     if form != "auto":
-        known = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
-        check_choice(f"form (scheme={scheme!r})", form, known)
+        forms_of_scheme = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
+        check_choice(f"form (scheme={scheme!r})", form, forms_of_scheme)
         return form
     if not is_known(tokens):  # symbolic: a form that suits any length
         return "banded" if scheme == "explicit" else "dense"
@@ -368,13 +370,13 @@ def _tokens_around(
         keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
         x, keep = _all_tokens(x, keep, state if ranks.is_first else None)
     before, after = halo(ranks, x, lengths, radius)
-    inputs, seen = torch.cat([before, x, after], dim=1), keep
+    inputs, inputs_keep = torch.cat([before, x, after], dim=1), keep
     if keep is not None:
         before_keep, after_keep = (y.bool() for y in halo(ranks, keep.byte(), lengths, radius))
-        seen = torch.cat([before_keep, keep, after_keep], dim=1)
+        inputs_keep = torch.cat([before_keep, keep, after_keep], dim=1)
     if not inputs.shape[1]:  # a token whose output is dropped
-        (inputs,), seen = one_token(inputs), None
-    return inputs, seen, before.shape[1] + x.shape[1] - tokens
+        (inputs,), inputs_keep = one_token(inputs), None
+    return inputs, inputs_keep, before.shape[1] + x.shape[1] - tokens
 
 
 def _refuse_ranks(ranks: SequenceGroup, scheme: str, form: str) -> None:
@@ -397,9 +399,9 @@ def _check(
         raise ValueError(f"state.keep is {named_type(state.keep)}, expected a tensor")
     if state is not None and scheme != "explicit":
         raise ValueError(f"state was given with scheme={scheme!r}, expected scheme='explicit'")
-    given = {} if state is None else {"state.x": state.x, "state.keep": state.keep}
+    state_tensors = {} if state is None else {"state.x": state.x, "state.keep": state.keep}
     check_floating(x=x, weights=weights, dt=dt)
-    check_devices(x=x, weights=weights, dt=dt, keep=keep, **given)
+    check_devices(x=x, weights=weights, dt=dt, keep=keep, **state_tensors)
     sizes = check_shapes(
         x=(x, "B T H V"), weights=(weights, "H lags"), dt=(dt, "H"), keep=(keep, "B T")
     )

@@ -109,23 +109,23 @@ def _factors(
         F.pad(1 + row_sums, (0, padding), value=1.0).unflatten(2, (-1, size))
     )
     count = diagonals.shape[2]
-    kept: list[Tensor | None] = [None] * count
+    masks: list[Tensor | None] = [None] * count
     if keep is not None:
-        kept = [*F.pad(keep, (0, padding)).unflatten(1, (-1, size)).unbind(1)]
+        masks = [*F.pad(keep, (0, padding)).unflatten(1, (-1, size)).unbind(1)]
     elif padding:  # no token reads the padding
-        kept[-1] = torch.arange(size, device=weights.device).unsqueeze(0) < size - padding
+        masks[-1] = torch.arange(size, device=weights.device).unsqueeze(0) < size - padding
     pair = torch.stack([toeplitz_matrix(w, 2 * size, 2 * size) for w in weights])
-    own, after, before = pair[:, :size, :size], pair[:, :size, size:], pair[:, size:, :size]
+    within, after, before = pair[:, :size, :size], pair[:, :size, size:], pair[:, size:, :size]
     blocks: list[_Block] = []
     for i, diagonal in enumerate(diagonals.unbind(2)):
-        system = diagonal - _masked(own, kept[i], kept[i])
+        system = diagonal - _masked(within, masks[i], masks[i])
         from_before = gain = none
         if i:
-            from_before = _masked(before, kept[i], kept[i - 1])
+            from_before = _masked(before, masks[i], masks[i - 1])
             system = system - from_before @ blocks[-1].gain
         lu, pivots, _ = torch.linalg.lu_factor_ex(system)
         if i + 1 < count:
-            gain = torch.linalg.lu_solve(lu, pivots, _masked(after, kept[i], kept[i + 1]))
+            gain = torch.linalg.lu_solve(lu, pivots, _masked(after, masks[i], masks[i + 1]))
         blocks.append(_Block(lu, pivots, from_before, gain))
     return blocks
 
@@ -146,8 +146,8 @@ def _split(x: Tensor, blocks: Sequence[_Block]) -> Sequence[Tensor]:
 
 
 def _joined(blocks: Sequence[Tensor], tokens: int) -> Tensor:
-    whole = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=2)
-    return whole.narrow(2, 0, tokens)
+    joined = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=2)
+    return joined.narrow(2, 0, tokens)
 
 
 def _substituted(blocks: Sequence[_Block], rhs: Tensor) -> Tensor:

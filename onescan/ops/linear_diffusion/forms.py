@@ -44,13 +44,13 @@ def explicit(
     """
     factors = rates.to(x.dtype)
     row_sums = row_sums_of(product, factors.to(rates.dtype), keep, rows)
-    mixed, own = _products(product, x, factors, rows), x[:, -rows:]
+    mixed, tokens = _products(product, x, factors, rows), x[:, -rows:]
     if torch.compiler.is_compiling():  # the compiler cannot trace a function with a jvp
-        return torch.addcmul(mixed, 1 - row_sums, own)
+        return torch.addcmul(mixed, 1 - row_sums, tokens)
     if can_look_at_values(mixed) and not mixed.requires_grad:
         # in place, because on a CPU allocating another result takes as long as a product
-        return mixed.addcmul_(1 - row_sums, own)
-    return _WeightedMean.apply(mixed, 1 - row_sums, own)
+        return mixed.addcmul_(1 - row_sums, tokens)
+    return _WeightedMean.apply(mixed, 1 - row_sums, tokens)
 
 
 def _products(product: Product, x: Values, weights: DiffusionKernels, rows: int) -> LastTokens:
@@ -59,8 +59,8 @@ def _products(product: Product, x: Values, weights: DiffusionKernels, rows: int)
         product(_columns(head), kernel, rows).unflatten(1, (x.shape[0], x.shape[3]))
         for head, kernel in zip(_heads(x), weights, strict=True)
     ]
-    together = heads[0].unsqueeze(2) if len(heads) == 1 else torch.stack(heads, dim=2)
-    return together.transpose(0, 1)
+    stacked = heads[0].unsqueeze(2) if len(heads) == 1 else torch.stack(heads, dim=2)
+    return stacked.transpose(0, 1)
 
 
 def _heads(x: Values) -> Sequence[Tensor]:
@@ -92,13 +92,13 @@ def row_sums_of(
 
 
 class _WeightedMean(torch.autograd.Function):
-    """Compute addcmul(mixed, kept, own), with a gradient of `kept` that needs less memory."""
+    """Compute addcmul(mixed, kept, own), with a gradient of `weight` that needs less memory."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(mixed: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-        return torch.addcmul(mixed, kept, own)
+    def forward(mixed: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+        return torch.addcmul(mixed, weight, tokens)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -106,15 +106,15 @@ class _WeightedMean(torch.autograd.Function):
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
-    def jvp(ctx: Any, dmixed: Tensor, dkept: Tensor, down: Tensor) -> Tensor:
-        kept, own = ctx.saved_tensors
-        return dmixed + dkept * own + kept * down
+    def jvp(ctx: Any, dmixed: Tensor, dweight: Tensor, dtokens: Tensor) -> Tensor:
+        weight, tokens = ctx.saved_tensors
+        return dmixed + dweight * tokens + weight * dtokens
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        kept, own = ctx.saved_tensors
-        dots = row_dot(gradient, own.to(gradient.dtype))  # B rows H 1
-        return gradient, dots.sum_to_size(kept.shape), gradient * kept
+        weight, tokens = ctx.saved_tensors
+        dots = row_dot(gradient, tokens.to(gradient.dtype))  # B rows H 1
+        return gradient, dots.sum_to_size(weight.shape), gradient * weight
 
 
 def packed_explicit(
@@ -129,20 +129,22 @@ def packed_explicit(
     radius = min(middle, tokens - 1)  # longer lags connect no tokens
     rates = rates[:, middle - radius : middle + radius + 1]
     size = tokens if form == "dense" else band_block_size(radius)
-    rest = number_of_chunks(tokens, size) * size - tokens
+    padding = number_of_chunks(tokens, size) * size - tokens
     if keep is not None:
         sequence = sequence.masked_fill(~keep, -1)
-    blocks = F.pad(sequence, (0, rest), value=-1).unflatten(1, (-1, size))
-    windows = F.pad(sequence, (radius, radius + rest), value=-2).unfold(1, size + 2 * radius, size)
+    blocks = F.pad(sequence, (0, padding), value=-1).unflatten(1, (-1, size))
+    windows = F.pad(sequence, (radius, radius + padding), value=-2).unfold(
+        1, size + 2 * radius, size
+    )
     is_same = blocks.unsqueeze(-1) == windows.unsqueeze(-2)  # B N C C+2R
-    moved = []
+    outputs = []
     for head, kernel in zip(_heads(x), rates, strict=True):
         band = _band(kernel, size) * is_same
-        around = F.pad(head, (0, 0, radius, radius + rest)).unfold(1, size + 2 * radius, size)
+        around = F.pad(head, (0, 0, radius, radius + padding)).unfold(1, size + 2 * radius, size)
         mixed = (band @ around.mT).flatten(1, 2)[:, :tokens]  # B T V
         row_sums = band.sum(-1).flatten(1, 2)[:, :tokens].unsqueeze(-1)
-        moved.append(torch.addcmul(mixed, 1 - row_sums, head))
-    return torch.stack(moved, dim=2)
+        outputs.append(torch.addcmul(mixed, 1 - row_sums, head))
+    return torch.stack(outputs, dim=2)
 
 
 # Products with K. Each returns the last `rows` rows of K x.
@@ -223,9 +225,9 @@ class _Banded(torch.autograd.Function):
         if in_dims[1] is None:  # more columns with the same kernel
             columns = x.movedim(in_dims[0] or 0, 1).flatten(1)
             return _Banded.apply(columns, weights).unflatten(1, (info.batch_size, -1)), 1
-        each = weights.unbind(in_dims[1])
-        tokens = [x] * len(each) if in_dims[0] is None else x.unbind(in_dims[0])
-        return torch.stack([_Banded.apply(*pair) for pair in zip(tokens, each, strict=True)]), 0
+        kernels = weights.unbind(in_dims[1])
+        tokens = [x] * len(kernels) if in_dims[0] is None else x.unbind(in_dims[0])
+        return torch.stack([_Banded.apply(*pair) for pair in zip(tokens, kernels, strict=True)]), 0
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

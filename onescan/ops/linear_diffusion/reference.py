@@ -28,11 +28,11 @@ def forward(
     keep = x.new_ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
     if state is not None:
         x, keep = torch.cat([state.x, x], dim=1), torch.cat([state.keep, keep], dim=1)
-    moved = [
+    outputs = [
         torch.stack([_step(x[b, :, h], weights[h], dt[h], keep[b], scheme) for b in range(len(x))])
         for h in range(x.shape[2])
     ]
-    return torch.stack(moved, dim=2)[:, -new:]
+    return torch.stack(outputs, dim=2)[:, -new:]
 
 
 def _step(x: Tensor, weights: Tensor, dt: Tensor, keep: Tensor, scheme: str) -> Tensor:
@@ -50,9 +50,9 @@ def _step(x: Tensor, weights: Tensor, dt: Tensor, keep: Tensor, scheme: str) -> 
         flow = torch.zeros_like(x)
         for s in range(tokens):
             flow = flow + kernel[:, s, None] * (x[s] - x)
-        moved = x + dt * flow
+        y = x + dt * flow
     else:
         laplacian = kernel - torch.diag(kernel.sum(dim=1))
-        one = torch.eye(tokens, dtype=x.dtype)
-        moved = torch.linalg.inv(one - dt / 2 * laplacian) @ (one + dt / 2 * laplacian) @ x
-    return torch.where(keep.unsqueeze(1), moved, 0)
+        identity = torch.eye(tokens, dtype=x.dtype)
+        y = torch.linalg.inv(identity - dt / 2 * laplacian) @ (identity + dt / 2 * laplacian) @ x
+    return torch.where(keep.unsqueeze(1), y, 0)

@@ -136,7 +136,7 @@ def toeplitz_position(
     ([1.0, 0.5, 0.25, 4.125], 4.125)
     """
     layout = layout_of(x, "B T D", name="x", cu_seqlens=cu_seqlens, state=state, group=group)
-    ranks, packing, own = layout.ranks, layout.packing, x
+    ranks, packing, local_x = layout.ranks, layout.packing, x
     if empty := layout.is_empty and is_empty_grid(ranks, shape):
         shape = as_grid_shape((1, *shape[1:]))  # of zeros, whose outputs are dropped
         x = layout.filled(x)[0].expand(-1, math.prod(shape), -1)
@@ -164,9 +164,9 @@ def toeplitz_position(
     returns_state = returns_state and packing is None
     lines = math.prod(shape[1:])
     if not returns_state and packing is None:
-        lengths = ranks.lengths(own)
+        lengths = ranks.lengths(local_x)
         if moves_less_by_channels(ranks, lengths, lines, log_decay):
-            return by_channels(mix_here, ranks, own, log_decay, weight, shape, lengths), None
+            return by_channels(mix_here, ranks, local_x, log_decay, weight, shape, lengths), None
     local = partial(mix_here, x, log_decay, weight, shape)
     with disable_autocast(x):
         wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay[0], weight[0])
@@ -212,7 +212,7 @@ def _mix(
             x, log_decay, weight, shape, before, bidirectional=bidirectional, packing=packing
         )
         return y, None if after is None else ToeplitzState(after)
-    chosen = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
+    axis_forms = [IMPLEMENTATIONS[choose(form, positions=n)] for n in shape]
     # sums stay in float32 or wider under autocast too
     with disable_autocast(x):
         wide_x, decay, wide_weight = to_accumulation_dtype(x, log_decay, weight)
@@ -226,7 +226,7 @@ def _mix(
         returns_state = not bidirectional and (len(shape) == 1 or returns_lines)
         hidden = _hidden_before(wide_x, decay, state, shape) if returns_state else None
         lines = forms.channels_first(wide_x, shape)
-        y, hidden = _along_axes(chosen, lines, decay, wide_weight, hidden)
+        y, hidden = _along_axes(axis_forms, lines, decay, wide_weight, hidden)
         y = forms.channels_last(y)
     named = {} if state is None else {"state.hidden": state.hidden}
     check_no_nan(y, x=x, weight=weight, **named)
@@ -308,7 +308,7 @@ def _backend(
 
 
 def _along_axes(
-    chosen: list[forms.Form],
+    axis_forms: list[forms.Form],
     x: ChannelsFirst,
     log_decay: Tensor,
     weight: Tensor,
@@ -316,7 +316,7 @@ def _along_axes(
 ) -> tuple[ChannelsFirst, LineStates | None]:
     """Sum over axes. The hidden state is that of the first axis."""
     results, states = [], []
-    for axis, (form, a, w) in enumerate(zip(chosen, log_decay, weight, strict=True)):
+    for axis, (form, a, w) in enumerate(zip(axis_forms, log_decay, weight, strict=True)):
         lines = x.movedim(2 + axis, -1)
         y, after = form(lines.flatten(1, -2), a, w, hidden if axis == 0 else None)
         results.append(y.view(lines.shape).movedim(-1, 2 + axis))

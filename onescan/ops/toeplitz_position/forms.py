@@ -144,18 +144,22 @@ def _states_before(
     count = added.shape[2]
     decay = log_decay.exp()[:, None, None]
     if not is_known(count):
-        kept = decay if passes is None else decay * passes
-        return linear_scan(first, added, kept, backward=backward)[0]
+        factor = decay if passes is None else decay * passes
+        return linear_scan(first, added, factor, backward=backward)[0]
     if count == 1:
         return first.unsqueeze(2)
-    near, far = _pairs(added, backward=backward)
-    decay_near = decay_far = decay
+    earlier, later = _pairs(added, backward=backward)
+    decay_earlier = decay_later = decay
     if passes is not None:
-        of_near, of_far = _pairs(passes, backward=backward)
-        decay_near, decay_far, passes = decay * of_near, decay * of_far, of_near * of_far
-    both = torch.addcmul(far, decay_far, near)
+        passes_earlier, passes_later = _pairs(passes, backward=backward)
+        decay_earlier, decay_later, passes = (
+            decay * passes_earlier,
+            decay * passes_later,
+            passes_earlier * passes_later,
+        )
+    both = torch.addcmul(later, decay_later, earlier)
     pairs = _states_before(both, 2 * log_decay, first, passes, backward=backward)
-    inside = torch.addcmul(near, decay_near, pairs)
+    inside = torch.addcmul(earlier, decay_earlier, pairs)
     states = torch.stack([inside, pairs] if backward else [pairs, inside], dim=3)
     return states.flatten(2, 3)[:, :, :count]
 

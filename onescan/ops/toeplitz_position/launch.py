@@ -37,13 +37,13 @@ def scan(
     tables = (table.float() for table in (log_decay, weight))
     log_decay, weight = (x if bidirectional else x.unsqueeze(1) for x in tables)
     hidden = None if hidden is None else hidden.float().contiguous()
-    given = (x.contiguous(), log_decay.contiguous(), weight.contiguous(), hidden)
+    tensors = (x.contiguous(), log_decay.contiguous(), weight.contiguous(), hidden)
     spans, size = None, 0
     if packing is not None:
         line = next(_lines(x, log_decay, shape))
         size = _split(line, _tiles(_case(x, log_decay), kernels.scan_blocks), x.device).tokens
         spans, _ = packing.spans(size)
-    y, last = _toeplitz(*given, list(shape), spans, size)
+    y, last = _toeplitz(*tensors, list(shape), spans, size)
     return y, last if _is_carried(log_decay, spans) else None
 
 
@@ -81,8 +81,8 @@ def _toeplitz_backward(
     dlog_decay, dweight = torch.empty_like(log_decay), torch.empty_like(weight)
     for line in _lines(x, log_decay, shape):
         parts = _coefficients(line, x, dy, log_decay, weight, hidden, after, spans, size)
-        for whole, part in zip((dlog_decay, dweight), parts, strict=True):
-            whole[line.axis, line.direction] = part.sum(0)
+        for gradient, contributions in zip((dlog_decay, dweight), parts, strict=True):
+            gradient[line.axis, line.direction] = contributions.sum(0)
     return dx, dlog_decay, dweight, log_decay[0, 0].exp() * first if carried else first
 
 
@@ -179,7 +179,7 @@ def _passes(
         if len(steps) == 1 or x.dtype is torch.float32
         else torch.empty_like(y, dtype=torch.float32)
     )
-    for place, (line, first_e) in enumerate(steps):
+    for step, (line, first_e) in enumerate(steps):
         tables = log_decay[line.axis, line.direction], weight[line.axis, line.direction]
         split = _split(line, across, x.device, spans, size)
         flags = {"BACKWARD": bool(line.direction) != mirrored, "WEIGHED": weighed}
@@ -187,8 +187,8 @@ def _passes(
             entering = _entering(line, split, x, tables, state, spans, derivative=False, **flags)
         launch(
             kernels.outputs, case, (split.groups * across,),
-            x, sums if place > 0 else None, *tables, entering,
-            y if place == len(steps) - 1 else sums, last if last.ndim > 1 else None,
+            x, sums if step > 0 else None, *tables, entering,
+            y if step == len(steps) - 1 else sums, last if last.ndim > 1 else None,
             spans, *line.sizes(split), **flags, LAG=line.direction, FIRST_E=first_e,
         )  # fmt: skip
     return y, last

@@ -66,23 +66,26 @@ def carried(
     """
     lines = forms.channels_first(x, shape).movedim(2, -1)
     flat = lines.flatten(1, -2)  # D lines positions
-    enters = [hidden if ranks.is_first else torch.zeros_like(hidden), torch.zeros_like(hidden)]
+    initial_states = [
+        hidden if ranks.is_first else torch.zeros_like(hidden),
+        torch.zeros_like(hidden),
+    ]
     updates = []
-    for backward, (a, enter) in enumerate(zip(log_decay, enters, strict=False)):
-        seen, kept = flat, (length * a).exp().unsqueeze(1)
+    for backward, (a, initial) in enumerate(zip(log_decay, initial_states, strict=False)):
+        visible, decay = flat, (length * a).exp().unsqueeze(1)
         if packing is not None:  # only the last sequence visited continues
             edge = packing.sequence[:, :1] if backward else packing.sequence[:, -1:]
-            seen = flat * (packing.sequence == edge)
+            visible = flat * (packing.sequence == edge)
             begins = packing.ends if backward else packing.starts
-            kept = kept * ~begins.any(dim=1)[:, None]
-        own = forms.advance(enter, seen.flip(-1) if backward else seen, a, length)
-        updates.append((own, kept))
+            decay = decay * ~begins.any(dim=1)[:, None]
+        update = forms.advance(initial, visible.flip(-1) if backward else visible, a, length)
+        updates.append((update, decay))
     pending, empty = start_carry(ranks, updates), (torch.zeros_like(hidden),)
     own_outputs = local()
     states = carry(ranks, updates, empty, linear_step, linear_compose, pending=pending)
     y = torch.zeros_like(flat)
-    for backward, (((before,), _), enter) in enumerate(zip(states, enters, strict=False)):
-        first = weight[backward].unsqueeze(1) * (before + enter)
+    for backward, (((before,), _), initial) in enumerate(zip(states, initial_states, strict=False)):
+        first = weight[backward].unsqueeze(1) * (before + initial)
         read = forms.sample(first, log_decay[backward], flat.shape[-1] + 1)[..., 1:]
         read = read.flip(-1) if backward else read
         if packing is not None:  # only the first sequence visited continues
@@ -117,10 +120,10 @@ def by_channels(
     batch, tokens, channels = x.shape
     bounds = [channels * rank // ranks.size for rank in range(ranks.size + 1)]
     widths = [end - start for start, end in pairwise(bounds)]
-    own, width = slice(*bounds[ranks.rank : ranks.rank + 2]), widths[ranks.rank]
+    local, width = slice(*bounds[ranks.rank : ranks.rank + 2]), widths[ranks.rank]
     shapes = [(batch, length, width) for length in lengths]
-    whole = torch.cat(exchange(ranks, x.split(widths, dim=-1), shapes), dim=1)
-    shape = (whole.shape[1] // torch.Size(shape[1:]).numel(), *shape[1:])
-    y = mix(whole, log_decay[..., own, :], weight[..., own, :], shape)
+    gathered = torch.cat(exchange(ranks, x.split(widths, dim=-1), shapes), dim=1)
+    shape = (gathered.shape[1] // torch.Size(shape[1:]).numel(), *shape[1:])
+    y = mix(gathered, log_decay[..., local, :], weight[..., local, :], shape)
     shapes = [(batch, tokens, width) for width in widths]
     return torch.cat(exchange(ranks, y.split(lengths, dim=1), shapes), dim=-1)

@@ -154,9 +154,9 @@ def test_resuming_reads_nothing_before_its_shard_and_block(folder, monkeypatch):
     images = build(folder).train
     whole = epoch_of(images, seed=0)
     read, encoded_rows = [], []
-    cast, place = Parquet._cast_table, Classes.place
+    cast, index = Parquet._cast_table, Classes.index
     monkeypatch.setattr(Parquet, "_cast_table", lambda *a: read.append(len(a[1])) or cast(*a))
-    monkeypatch.setattr(Classes, "place", lambda *a: encoded_rows.append(a[2]) or place(*a))
+    monkeypatch.setattr(Classes, "index", lambda *a: encoded_rows.append(a[2]) or index(*a))
     for cut in range(1, 24):
         read.clear()
         encoded_rows.clear()

@@ -185,7 +185,9 @@ def test_training_and_test_arrays_may_be_padded_to_different_sizes(tmp_path):
     splits = config(str(folder)).build()
     assert splits.format.shape == (max(some.max(), others.max()),)
     assert read(splits.test)[2].sum(dim=1).tolist() == others[:, 0].tolist()
-    with pytest.raises(ValueError, match="where lengths_train is beside x_train and x_test, exp"):
+    with pytest.raises(
+        ValueError, match="where the lengths of x_train and x_test are in lengths_train"
+    ):
         config(save(tmp_path / "a.npz", **arrays, lengths_train=some)).build()
 
 
@@ -207,7 +209,10 @@ def changed(row, size):
         ({"lengths": SIZES[1:]}, r"shape \(23, 1\), expected \(24,\) or \(24, 1\): the size of"),
         ({"lengths": SIZES[:, [0, 0]]}, r"lengths has shape \(24, 2\)"),
         ({"lengths": SIZES / 1}, "lengths holds float64, expected integers"),
-        ({"lengths_train": SIZES}, "lengths_train is beside x, expected lengths, or no lengths"),
+        (
+            {"lengths_train": SIZES},
+            "the lengths of x are in lengths_train, expected lengths, or no lengths",
+        ),
         ({"lengths": SIZES, "x": None}, "no array x"),
     ],
 )

@@ -1,7 +1,9 @@
 """Linearizing softmax encoders of other libraries: attention transfer, then training."""
 
 import copy
+import dataclasses
 
+import jaxtyping
 import pytest
 import torch
 from other_encoders import CASES, DIM, HEADS, build, inputs
@@ -14,8 +16,9 @@ LABELED = inputs("text") | {"labels": inputs("text")["input_ids"]}
 FAST = {"transfer_steps": 3, "steps": 3}
 
 
-def bert():
-    return build(CASES["BERT for masked LM"])
+def bert(**changes):
+    case = CASES["BERT for masked LM"]
+    return build(dataclasses.replace(case, config=case.config | changes))
 
 
 def encoder(batch_first=True):
@@ -174,8 +177,14 @@ def test_a_loss_of_ones_own():
 @pytest.mark.parametrize(
     ("data", "options", "reason"),
     [
-        ([], {}, "data has no batches left"),
-        (iter([LABELED]), {}, "data has no batches left"),
+        ([], {}, "data has no batches$"),
+        (iter([LABELED]), {}, "data can be read only once"),
+        (
+            LABELED,
+            {},
+            r"data is a dict, expected batches: a DataLoader, or a list such as \[batch\]",
+        ),
+        (["a text"], {}, "data has batches of type str"),
         ([inputs("text")], {}, "returned no loss; add labels"),
         ([inputs("text")["input_ids"]], {}, "data has batches of type Tensor"),
         ([LABELED], {"softmax_every": 1}, "softmax_every is 1"),
@@ -183,12 +192,45 @@ def test_a_loss_of_ones_own():
         ([LABELED], {"learning_rate": 0.0}, "learning_rate is 0"),
         ([LABELED], {"kind": "softmax"}, "kind 'softmax' is unknown"),
         ([LABELED], {"exclude": ["nothing"]}, "exclude contains 'nothing'"),
+        ([LABELED], {"exclude": "bert"}, "exclude is 'bert', expected a list of names"),
+        ([LABELED], {"weight_decay": -1.0}, "weight_decay is -1.0, expected at least 0"),
+        ([LABELED], {"size": 3}, "LightNetAttention has no option 'size', expected causal, lrpe"),
         ([LABELED], {"loss": lambda m, b: m(**b).logits}, "expected a scalar tensor"),
     ],
 )
 def test_mistakes_are_named(data, options, reason):
+    model = bert().train()
     with pytest.raises(ValueError, match=reason):
-        onescan.linearize(bert(), data, **(FAST | options))
+        onescan.linearize(model, data, **(FAST | options))
+    assert model.training
+    assert not any(is_replacement(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("model", [None, "my-bert"])
+def test_other_objects_than_models_are_refused(model, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"model is .*, expected an nn\.Module"):
+        onescan.linearize(model, [LABELED], **FAST)
+
+
+def test_a_loss_without_gradient_is_refused():
+    model = bert()
+    with pytest.raises(ValueError, match="does not depend on the model's weights"):
+        onescan.linearize(model, [LABELED], **FAST, loss=lambda m, b: m(**b).loss.detach())
+    with torch.no_grad():
+        done = onescan.linearize(bert(), [LABELED], **FAST)
+    assert len(done.losses) == 3
+
+
+def test_a_layer_with_several_names_is_one_layer():
+    model = bert(num_hidden_layers=4)
+    layers = model.bert.encoder.layer
+    layers[1] = layers[2] = layers[3] = layers[0]
+    done = onescan.linearize(model, [LABELED], **FAST, softmax_every=2)
+    assert len(done.replaced) == 4
+    assert done.kept == ()
+    assert {len(losses) for losses in done.transfer_losses.values()} == {3}
+    assert len(set(map(tuple, done.transfer_losses.values()))) == 1
 
 
 def test_an_unused_layer_is_named():
@@ -201,5 +243,16 @@ def test_an_unused_layer_is_named():
 
 def test_a_loss_that_is_not_finite_ends_training():
     model, x = encoder(), torch.randn(2, 7, DIM)
-    with pytest.raises(FloatingPointError, match="training loss is nan at step 1"):
+    with pytest.raises(FloatingPointError, match="training loss is nan at step 1; check the in"):
         onescan.linearize(model, [x], **FAST, loss=lambda m, y: m(y).mean() * torch.nan)
+
+
+def test_a_gradient_that_is_not_finite_ends_training():
+    def loss(m, y):
+        zero = 0 * sum(p.sum() for p in m.parameters())
+        return m(y).square().mean() + 0 * torch.sqrt(zero)  # a gradient of 0 * inf
+
+    model, x = encoder(), torch.randn(2, 7, DIM)
+    with pytest.raises(FloatingPointError, match="gradient of the training loss is nan at step 1"):
+        onescan.linearize(model, [x], **FAST, loss=loss)
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -70,29 +70,29 @@ def evaluate(tokens: Sequence[int]) -> int:
     """
     open_operators: list[tuple[int, int]] = []  # operators and their positions
     arguments: list[list[int]] = [[]]  # the value of the whole, then arguments of each operator
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if not open_operators and arguments[0]:
-            raise _misplaced(tokens, place, "the expression had ended before it")
+            raise _misplaced(tokens, index, "the expression had ended before it")
         if token in OPERATORS:
-            open_operators.append((token, place))
+            open_operators.append((token, index))
             arguments.append([])
         elif token in DIGITS:
             arguments[-1].append(token - DIGITS[0])
         elif token != END:
-            raise ValueError(f"tokens[{place}] is {token}, expected {DIGITS[0]} to {END}")
+            raise ValueError(f"tokens[{index}] is {token}, expected {DIGITS[0]} to {END}")
         elif not open_operators:
-            raise _misplaced(tokens, place, "no operator is open")
+            raise _misplaced(tokens, index, "no operator is open")
         else:
             operator, start = open_operators.pop()
             values = arguments.pop()
             if not values:
                 name = VOCABULARY[operator]
-                raise _misplaced(tokens, place, f"{name} at tokens[{start}] has no arguments")
+                raise _misplaced(tokens, index, f"{name} at tokens[{start}] has no arguments")
             arguments[-1].append(apply(operator, values))
     if open_operators:
-        operator, place = open_operators[-1]
+        operator, index = open_operators[-1]
         raise ValueError(
-            f"tokens end after {len(tokens)}, and {VOCABULARY[operator]} at tokens[{place}] "
+            f"tokens end after {len(tokens)}, and {VOCABULARY[operator]} at tokens[{index}] "
             "has no end"
         )
     if not arguments[0]:
@@ -117,10 +117,10 @@ def apply(operator: int, arguments: Sequence[int]) -> int:
     return (ordered[last // 2] + ordered[(last + 1) // 2]) // 2
 
 
-def _misplaced(tokens: Sequence[int], place: int, why: str) -> ValueError:
-    token = tokens[place]
+def _misplaced(tokens: Sequence[int], index: int, why: str) -> ValueError:
+    token = tokens[index]
     symbol = VOCABULARY[token] if PADDING <= token <= END else token
-    return ValueError(f"tokens[{place}] is {symbol!r}, but {why}")
+    return ValueError(f"tokens[{index}] is {symbol!r}, but {why}")
 
 
 # Tables

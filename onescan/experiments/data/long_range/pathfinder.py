@@ -153,18 +153,20 @@ class Pathfinder:
         """Cut two curves to their length where the tips match best; None if they never do."""
         length = self.config.contour_length
         cuts = [[curve[at : at + length] for at in range(EXTRA_DASHES + 1)] for curve in curves]
-        tips = [np.array([(cut[0].start, cut[-1].end) for cut in each]).T for each in cuts]
+        tips = [
+            np.array([(cut[0].start, cut[-1].end) for cut in curve_cuts]).T for curve_cuts in cuts
+        ]
         pair, lowest = None, TOLERANCE * self.config.side
         for one, end, far in product(range(2), repeat=3):
             mismatch = self._mismatch(tips[one][end], tips[one][1 - end], tips[1 - one][far])
-            here, there = np.unravel_index(mismatch.argmin(), mismatch.shape)
-            if mismatch[here, there] <= lowest:
-                lowest = mismatch[here, there]
+            row, column = np.unravel_index(mismatch.argmin(), mismatch.shape)
+            if mismatch[row, column] <= lowest:
+                lowest = mismatch[row, column]
                 pair = CurvePair(
-                    curves=(cuts[one][here], cuts[1 - one][there]),
-                    anchor=complex(tips[one][end, here]),
-                    joined=complex(tips[one][1 - end, here]),
-                    separate=complex(tips[1 - one][far, there]),
+                    curves=(cuts[one][row], cuts[1 - one][column]),
+                    anchor=complex(tips[one][end, row]),
+                    joined=complex(tips[one][1 - end, row]),
+                    separate=complex(tips[1 - one][far, column]),
                 )
         return pair
 
@@ -339,22 +341,22 @@ class PathfinderFiles(SequenceSet):
     """Some of the images of a folder."""
 
     folder: PathfinderFolder
-    places: Int[Tensor, " places"]
+    places: Int[Tensor, " examples"]
     format: PixelFormat
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def example(self, place: int) -> LabelledSequence:
-        index = int(self.places[place])
-        image, label = self.folder.example(index)
+    def example(self, index: int) -> LabelledSequence:
+        row = int(self.places[index])
+        image, label = self.folder.example(row)
         try:
             return LabelledSequence(self.format.encode(image), label)
         except ValueError as error:
-            path, _ = self.folder.images[index]
+            path, _ = self.folder.images[row]
             raise ValueError(f"{path}: {error}; is data.images.side right?") from error
 
 
-def _part(order: Int[Tensor, " places"], split: str) -> Int[Tensor, " part"]:
+def _part(order: Int[Tensor, " images"], split: str) -> Int[Tensor, " part"]:
     begin, end = (len(order) * tenths // 10 for tenths in TENTHS[split])
     return order[begin:end]

@@ -98,8 +98,8 @@ class PixelSequences(SequenceSet):
             seed=seed, epoch=epoch, start=start, repeats=repeats, data_state=data_state
         )
 
-    def example(self, place: int) -> LabelledSequence:
-        tokens, _, labels = self.read([Example(place)]).batch
+    def example(self, index: int) -> LabelledSequence:
+        tokens, _, labels = self.read([Example(index)]).batch
         return LabelledSequence(tokens[0].numpy().astype(np.uint8), int(labels))
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:

@@ -213,15 +213,15 @@ class ByteTextConfig(DataConfig):
                 location. Empty texts are reported when they are read.
         """
         check_positive(**{"data.max_length": self.max_length})
-        found = self._find()
-        classes = self._classes(found["train"])
+        texts_by_role = self._find()
+        classes = self._classes(texts_by_role["train"])
         format = ByteFormat(max_length=self.max_length)
         train, test = (
             ByteTexts(texts=texts, labels=_class_indices(texts, classes), format=format)
-            for texts in (found["train"], found["test"])
+            for texts in (texts_by_role["train"], texts_by_role["test"])
         )
         return SequenceSplits(
-            notes=(*found["train"].notes, *found["test"].notes),
+            notes=(*texts_by_role["train"].notes, *texts_by_role["test"].notes),
             train=train,
             test=test,
             class_names=classes.names,
@@ -293,17 +293,17 @@ class ByteTexts(SequenceSet):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def example(self, place: int) -> LabelledSequence:
+    def example(self, index: int) -> LabelledSequence:
         try:
-            tokens = self.format.encode(self.texts.text(place))
+            tokens = self.format.encode(self.texts.text(index))
         except ValueError as error:
-            raise ValueError(f"{self.texts.place(place)}: {error}") from error
-        return LabelledSequence(tokens, int(self.labels[place]))
+            raise ValueError(f"{self.texts.place(index)}: {error}") from error
+        return LabelledSequence(tokens, int(self.labels[index]))
 
 
 def _class_indices(texts: Texts, classes: Classes) -> Labels:
     return torch.tensor(
-        [classes.place(label, texts.place(row)) for row, label in enumerate(texts.labels)]
+        [classes.index(label, texts.place(row)) for row, label in enumerate(texts.labels)]
     )
 
 
@@ -360,10 +360,10 @@ class DocumentPairs(SequenceSet):
     def __len__(self) -> int:
         return len(self.table)
 
-    def example(self, place: int) -> LabelledSequence:
-        row = self.table.row(place)
+    def example(self, index: int) -> LabelledSequence:
+        row = self.table.row(index)
         tokens, first = self.format.encode_pair(row["text1"], row["text2"])
-        return LabelledSequence(tokens, int(self.labels[place]), first)
+        return LabelledSequence(tokens, int(self.labels[index]), first)
 
 
 def _read_pairs(path: Path, format: ByteFormat) -> DocumentPairs:

@@ -1,4 +1,4 @@
-"""Turn a finished run into weights of the package: python benchmarks/ship.py RUN NAME.
+"""Turn a finished run into weights of the package: python benchmarks/add_to_zoo.py RUN NAME.
 
 Writes onescan/zoo/NAME with the run's last weights in float16, its config without paths of this
 machine, a model card, and the SHA-256 of each file. The metrics on the card are measured with the
@@ -78,7 +78,7 @@ MODELS = {
 }
 
 
-def ship(run: Path, name: str, out: Path) -> zoo.Card:
+def add_to_zoo(run: Path, name: str, out: Path) -> zoo.Card:
     """Write the folder of a model; return its card.
 
     Args:
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("name", choices=MODELS)
     arguments = parser.parse_args()
-    card = ship(arguments.run, arguments.name, zoo.FOLDER / arguments.name)
+    card = add_to_zoo(arguments.run, arguments.name, zoo.FOLDER / arguments.name)
     total = sum(path.stat().st_size for path in zoo.FOLDER.rglob("*") if path.is_file())
     print(f"{card.name}: {card.parameters:,} parameters, {dict(card.metrics)}")
     print(f"all models together: {total:,} bytes")

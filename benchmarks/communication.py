@@ -27,7 +27,7 @@ WINDOW = 128  # tokens
 HIDDEN_STATES = 64  # exponentials per channel of MD-TPE
 
 
-class Traffic:
+class Communication:
     """Count the bytes that a rank receives from other ranks, and record the collectives.
 
     An all-reduce counts as the size of its result; a ring all-reduce moves nearly twice as much.
@@ -276,8 +276,8 @@ def count(layer: Layer, sizes: Sizes, group: Any, nodes: Any = None) -> tuple[in
     dtype = DTYPES[sizes.narrow]
     x = torch.randn(1, tokens, sizes.width, dtype=dtype, requires_grad=True)
     with sequence_parallel(SequenceGroup(group, [tokens] * sizes.ranks, nodes=nodes)):
-        with Traffic() as forward:
+        with Communication() as forward:
             y, _ = module.to(dtype)(x, Grid(shape))
-        with Traffic() as backward:
+        with Communication() as backward:
             y.sum().backward()
     return forward.bytes, backward.bytes

@@ -8,8 +8,8 @@ import pytest
 import sequence_parallel as benchmark
 import torch
 import torch.distributed as dist
+from communication import LAYERS, Sizes, count
 from ranks import run_ranks
-from traffic import LAYERS, Sizes, count
 
 from onescan.models.presets import preset
 
