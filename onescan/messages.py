@@ -69,11 +69,13 @@ def named_type(value: object) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count together with its noun.
 
-    >>> plural(1, "seed"), plural(1437, "image"), plural(2, "class")
-    ('1 seed', '1,437 images', '2 classes')
+    >>> plural(1, "seed"), plural(1437, "image"), plural(2, "class"), plural(2, "axis")
+    ('1 seed', '1,437 images', '2 classes', '2 axes')
     """
     if count == 1:
         return f"{count:,} {noun}"
+    if noun.endswith("is"):
+        return f"{count:,} {noun[:-2]}es"
     return f"{count:,} {noun}es" if noun.endswith(("s", "ch")) else f"{count:,} {noun}s"
 
 

@@ -120,13 +120,18 @@ def upload(
     except ImportError as error:
         raise missing_package("push_to_hub", "huggingface_hub", "text") from error
     api = HfApi(token=token)
-    repository = api.create_repo(name, private=private, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
-    commit = api.upload_folder(
-        repo_id=repository.repo_id,
-        folder_path=folder,
-        commit_message=commit_message,
-        revision=revision,
-    )
+    try:
+        repository = api.create_repo(name, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+        )
+    except Exception as error:  # of huggingface_hub or of its HTTP client
+        raise OSError(
+            f"the model cannot be uploaded to the Hugging Face Hub as {name!r}: {in_a_line(error)}"
+        ) from error
     return str(commit)

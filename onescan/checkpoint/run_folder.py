@@ -6,6 +6,7 @@ config.json may be edited by hand, so a checksum mismatch is only a warning.
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS
 CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # folder of the tokenizer, in runs on text
 OLDEST = (0, 9)  # oldest version of onescan whose run folders can be read
+LINEARIZED = "onescan_linearized"  # model_type in folders that `save_linearized` wrote
 INDENT = 2
 
 log = logging.getLogger("onescan")
@@ -60,6 +62,20 @@ def has_run_config(folder: Path) -> bool:
     return "onescan" in data
 
 
+def is_linearized(folder: Path) -> bool:
+    """Return whether a folder has a config.json written by `save_linearized`."""
+    with suppress(OSError, ValueError):
+        data = parse_json((folder / CONFIG).read_bytes(), folder / CONFIG, "")
+        return isinstance(data, dict) and data.get("model_type") == LINEARIZED
+    return False
+
+
+def holds_only_model(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json has no data and no task, as `save_pretrained` writes it."""
+    run = config.get("run")
+    return isinstance(run, Mapping) and set(run) == {"model"}
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json atomically, replacing an older one."""
     text = to_json(config, indent=INDENT)
@@ -70,7 +86,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json without its checksum.
 
     Raises:
-        ValueError: If it is missing or damaged, or was written by an unsupported version.
+        ValueError: If it is missing or damaged, or was written by an unsupported version or by
+            `save_linearized`.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -79,6 +96,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
     content = path.read_bytes()
     data = parse_json(content, path, "restore it from a backup")
+    if is_linearized(folder):
+        raise ValueError(
+            f"{folder} holds a linearized model of transformers: load it with load_linearized of "
+            "onescan.integrations.transformers, or with transformers' Auto classes and pipelines"
+        )
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")
     _check_version(path, data["onescan"])

@@ -34,6 +34,7 @@ WRITTEN = {  # why a file may be missing
     AVERAGE: "only runs with training.reported_weights raw write it, at every checkpoint",
 }
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+HALF = ("float16", "bfloat16")
 
 
 class TensorSize(NamedTuple):
@@ -113,7 +114,7 @@ def load_model(path: Path, config: ModelConfig) -> tuple[nn.Module, dict[str, An
     """Build a model and load its weights from a file.
 
     Shapes and dtypes are compared before anything is allocated. Tensors that are stored in float16
-    are converted to float32 if the model's are.
+    or bfloat16 are converted to float32 if the model's are.
 
     Returns:
         The model, on the CPU in evaluation mode, and the notes.
@@ -151,10 +152,10 @@ def missing(path: Path) -> FileNotFoundError:
 def _widened(
     stored: Mapping[str, TensorSize], expected: Mapping[str, TensorSize]
 ) -> dict[str, TensorSize]:
-    """Return stored sizes, with float32 for the float16 tensors that the model has in float32."""
+    """Return stored sizes, with float32 for half precision where the model has float32."""
     return {
         name: size._replace(dtype="float32")
-        if size.dtype == "float16" and name in expected and expected[name].dtype == "float32"
+        if size.dtype in HALF and name in expected and expected[name].dtype == "float32"
         else size
         for name, size in stored.items()
     }

@@ -21,7 +21,7 @@ def convert(argv: Argv) -> None:
     class Options:
         source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
         """Folder with config.json and safetensors files, safetensors file, or hub name; with --to,
-        a run or another native model."""
+        a run, or the folder or hub name of another native model."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
         """Output folder: of an image classifier for predict, of a language model for generate and
         fill, of a denoiser for sample."""

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from onescan.cli.options import Argv, Compute, Device, Imports, echo, import_files, parse
+from onescan.cli.options import (
+    Argv,
+    Compute,
+    Device,
+    Imports,
+    check_out,
+    echo,
+    import_files,
+    parse,
+)
 from onescan.cli.readers import (
     GivenText,
+    check_no_column,
     data_setting,
     nothing_readable,
     read_grids,
@@ -44,8 +54,8 @@ def embed(argv: Argv) -> None:
         which images are found at any depth and skipped if they cannot be read. For classifiers of
         arrays: .npz files with an array x, and .npy files."""
         model: Annotated[str, tyro.conf.arg(metavar="RUN")]
-        """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder or hub name
-        of a transformers language model."""
+        """Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), a hub name, or a folder
+        of an onescan language model in transformers' format, such as `onescan convert` writes."""
         out: Annotated[str, tyro.conf.arg(metavar="FILE.npz")]
         """File to write. It contains two arrays: vectors, of shape [N, width] in float32, and
         names: the path of each image, the file and row of each array, or the file and line of each
@@ -60,8 +70,8 @@ def embed(argv: Argv) -> None:
         batch_size: int = 64
         """Texts or images per batch; affects memory, and results only by rounding."""
         text_column: str | None = None
-        """Column of tables that contains the texts; by default that of the training data, or
-        text."""
+        """Column of tables that contains the texts; by default that of the training data, or text.
+        Only for models of texts."""
         device: Device = "auto"
         compute: Compute
         imports: Imports = ()
@@ -74,6 +84,7 @@ def embed(argv: Argv) -> None:
         raise ValueError(f"out is {options.out!r}, expected a name ending in {VECTOR_FILE}")
     if any(out.absolute() == Path(path).absolute() for path in options.inputs):
         raise ValueError(f"out is {options.out!r}, which is also an input; choose another name")
+    check_out(out)
     import numpy as np
     import torch
 
@@ -92,6 +103,7 @@ def embed(argv: Argv) -> None:
     unreadable: list[str] = []
     with options.compute.applied():
         if encoder is None:
+            check_no_column(options.text_column)
             examples = _examples(source, options.inputs, unreadable)
             names, vectors = _grid_vectors(model, examples, options.batch_size, settings)
         else:
@@ -114,7 +126,7 @@ def embed(argv: Argv) -> None:
 
 
 def _load(name: str) -> "Source":
-    """Load a run, or a transformers language model with its tokenizer."""
+    """Load a run, or a language model in transformers' format with its tokenizer."""
     from onescan.inference import loading
 
     name = loading.downloaded(name)

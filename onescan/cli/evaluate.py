@@ -40,8 +40,8 @@ def evaluate(argv: Argv) -> None:
     class Options:
         checkpoint: Checkpoint
         """Run folder, such as runs/digits/seed-0, its best.safetensors, or zoo/NAME. With --lengths
-        and --tasks also a folder or hub name of a transformers model; with --samples also a
-        diffusers pipeline, or images in an .npz file or a folder."""
+        and --tasks also a hub name, or a folder of an onescan model in transformers' format; with
+        --samples also a diffusers pipeline, or images in an .npz file or a folder."""
         device: Device = "auto"
         compute: Compute
         workers: int | None = None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onescan.checkpoint.files import write_atomically
-from onescan.cli.options import echo
+from onescan.cli.options import check_out, echo
 from onescan.messages import plural, printable
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def _check_out(
         return
     if of_arrays and out.suffix not in ARRAY_FILES:
         raise ValueError(f"out is '{out}', expected a name ending in .npz or .npy")
+    if of_arrays:
+        check_out(out)
     if of_arrays and len(inputs) > 1:
         raise ValueError(f"out is '{out}', but inputs has {len(inputs)} files, expected one")
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
@@ -100,7 +102,6 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
     from onescan.experiments.data.arrays import read_inputs
     from onescan.inference.dense import predict_map
     from onescan.inputs import GridFormat
-    from onescan.inputs.images import check_unit_range, unit_pixels
 
     format, data = checkpoint.format, checkpoint.run.get("data")
     if not isinstance(format, GridFormat):
@@ -109,8 +110,6 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
     examples = read_inputs(path, format, channels_first=layout, any_size=True)
     for row in range(len(examples)):
         stored = examples.read([Example(row)]).batch[0]
-        if format.reads_pixels:
-            check_unit_range(unit_pixels(stored))
         try:
             yield predict_map(checkpoint, format.model_input(stored).float())
         except ValueError as error:

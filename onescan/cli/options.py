@@ -44,8 +44,8 @@ LanguageModel = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(
         metavar="CHECKPOINT",
-        help="Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), or a folder or hub "
-        "name of a transformers model.",
+        help="Run folder, its best.safetensors, zoo/NAME (see `onescan zoo`), a hub name, or a "
+        "folder of an onescan language model in transformers' format.",
     ),
 ]
 Imports = Annotated[
@@ -309,6 +309,17 @@ def resumable(out: Path) -> Iterator[None]:
         if out.exists():
             interrupt.args = (RESUME,)
         raise
+
+
+def check_out(out: Path) -> None:
+    """Raise ValueError if a file cannot be written to a path, because of a folder or a file."""
+    if out.is_dir():
+        raise ValueError(f"out is '{out}', which is a folder, expected a file")
+    for parent in out.parents:
+        if parent.exists():
+            if not parent.is_dir():
+                raise ValueError(f"out is '{out}', but {parent} is not a folder")
+            return
 
 
 def import_files(files: Sequence[Path]) -> None:

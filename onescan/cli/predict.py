@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from onescan.cli.forecast import forecast_rows
-from onescan.cli.options import Argv, Checkpoint, Imports, echo, import_files, parse
+from onescan.cli.options import Argv, Checkpoint, Imports, check_out, echo, import_files, parse
 from onescan.cli.readers import (
+    check_no_column,
     data_setting,
     nothing_readable,
     read_grids,
@@ -69,7 +70,8 @@ def predict(argv: Argv) -> None:
         """Number of classes to print per input. All labels and values are printed; for a map, the
         share of each class, or the range of each value."""
         text_column: str | None = None
-        """Column of the texts in tables; by default that of the training data."""
+        """Column of the texts in tables; by default that of the training data. Only for models of
+        texts."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file. A model that predicts a class or
         values at each position writes a .npz or .npy file for arrays, or a folder of .png files for
@@ -87,6 +89,9 @@ def predict(argv: Argv) -> None:
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
+    of_texts = isinstance(checkpoint.format, PairFormat)
+    if not of_texts:
+        check_no_column(options.text_column)
     if checkpoint.target.is_map:
         predict_maps(checkpoint, options.inputs, None if options.out is None else Path(options.out))
         return
@@ -97,7 +102,6 @@ def predict(argv: Argv) -> None:
         _write(options.out, [row for rows in forecasts for row in rows], "forecast steps")
         return
     names, kind = checkpoint.class_names, checkpoint.target.kind
-    of_texts = isinstance(checkpoint.format, PairFormat)
     read = partial(_text_probabilities, column=options.text_column) if of_texts else _grid_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
@@ -120,8 +124,10 @@ def predict(argv: Argv) -> None:
 
 
 def _check_out(out: str | None) -> None:
-    if out is not None and Path(out).suffix not in PREDICTION_FILES:
-        raise ValueError(f"out is {out!r}, expected a name ending in .csv or .json")
+    if out is not None:
+        if Path(out).suffix not in PREDICTION_FILES:
+            raise ValueError(f"out is {out!r}, expected a name ending in .csv or .json")
+        check_out(Path(out))
 
 
 def _described(prediction: Prediction, target: "Target") -> str:

@@ -1,6 +1,5 @@
 """Read the images, arrays and texts to which a command applies a model."""
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -98,21 +97,29 @@ def read_texts(
         lines: Whether to read .txt files, one text per line.
 
     Raises:
-        ValueError: If a file does not exist, is of another type, or has no such column.
+        ValueError: If a file does not exist, is of another type, or has no such column; or if an
+            argument is a folder.
     """
     from onescan.experiments.data.text.files import READERS, is_table
     from onescan.experiments.data.text.lines import file_type
+    from onescan.inputs.sequences import check_unicode
 
+    types = ", ".join((LINE_FILE, *READERS) if lines else READERS)
     texts: list[GivenText] = []
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         path = Path(argument)
         has_lines = lines and file_type(path) == LINE_FILE
         is_file_name = (is_table(path) or has_lines) and len(argument.split()) == 1
-        if is_file_name or _exists(argument):
+        if argument.strip() and _is(Path.is_dir, argument):
+            raise ValueError(
+                f"{argument} is a folder, expected a text or a file of texts ({types}); to pass "
+                f"the text {argument!r} itself, write it to such a file"
+            )
+        check_unicode(f"inputs[{index}]", argument)
+        if is_file_name or _is(Path.is_file, argument):
             if lines and not (has_lines or is_table(path)):
                 raise ValueError(
-                    f"{argument} is not a file of texts, expected a name ending in "
-                    f"{', '.join((LINE_FILE, *READERS))}"
+                    f"{argument} is not a file of texts, expected a name ending in {types}"
                 )
             texts += (_lines_of if has_lines else _rows_of)(argument, column, unreadable)
         elif argument.strip():
@@ -156,11 +163,10 @@ def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Giv
             yield GivenText(document.text, document.place)
 
 
-def _exists(argument: str) -> bool:
-    """Return whether there is a file with this name, or a folder at this path."""
+def _is(kind: Callable[[Path], bool], argument: str) -> bool:
+    """Return whether an argument is the path of a file or a folder."""
     with suppress(OSError, ValueError):  # for example, if a text is too long for a file name
-        path = Path(argument)
-        return path.is_file() or (os.sep in argument and path.is_dir())
+        return kind(Path(argument))
     return False
 
 
@@ -169,6 +175,12 @@ def data_setting(checkpoint: "TrainedModel", name: str, *, default: SettingT) ->
     data = checkpoint.run.get("data")
     value = data.get(name) if isinstance(data, dict) else None
     return value if isinstance(value, type(default)) else default
+
+
+def check_no_column(column: str | None) -> None:
+    """Raise ValueError if a column of texts is given for a model of other inputs."""
+    if column is not None:
+        raise ValueError(f"text_column is {column!r}, but the model does not read texts")
 
 
 def report_skipped(unreadable: Sequence[str]) -> None:

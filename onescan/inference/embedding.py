@@ -1,26 +1,28 @@
 """Compute one vector per text or image, for search, clustering or a small classifier on top."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
-from onescan.checks import check_choice, check_whole
+from onescan.checks import check_whole
 from onescan.inference.classification import image_format
 from onescan.inference.loading import Checkpoint
 from onescan.inputs import GridFormat, PairFormat, TextFormat, read_image
+from onescan.inputs.image_files import Pixels
 from onescan.inputs.pairs import PairEncoder
 from onescan.inputs.sequences import Ids, check_batch, check_texts, pad_tokens
 from onescan.inputs.tokenizer import Tokenizer
 from onescan.layers.position import TokenPositionConfig
 from onescan.layers.tokens import first_token, masked_pixels, mean_pool, prefix_token
-from onescan.messages import named_type
+from onescan.messages import named_type, plural
 from onescan.models.causal_lm import CausalLM
 from onescan.models.image_classifier import WITH_CLASS_TOKEN, ImageClassifier
 from onescan.models.masked_lm import MaskedLM
@@ -35,7 +37,7 @@ TextModel = CausalLM | MaskedLM | SequenceClassifier
 @torch.no_grad()
 def embed(
     source: Source,
-    inputs: Sequence[str | Path] | Tensor | NDArray[Any],
+    inputs: Iterable[str | Path | Image.Image] | Tensor | NDArray[Any],
     *,
     pooling: Pooling | None = None,
     normalize: bool = False,
@@ -51,9 +53,9 @@ def embed(
         source: A language model, text classifier or image classifier, as `onescan.load` returns it;
             or a language model with its tokenizer, as `onescan.load_language_model` returns them.
         inputs: Texts, which are read with the special tokens that the tokenizer adds around a text.
-            For an image model, image files of any size, or pixels of shape [N, channels, height,
-            width] as `ImageFormat.model_input` takes them; for a model of arrays, an array or
-            tensor of shape [N, channels, *sides].
+            For an image model, image files or PIL images of any size, or pixels of shape [N,
+            channels, height, width]: bytes, or floats from 0 to 1, as `ImageFormat.model_input`
+            takes them; for a model of arrays, an array or tensor of shape [N, channels, *axes].
         pooling: What the vector is. "mean", the default for texts, is the mean over all real
             tokens, special tokens included, or over all patches. "head", the default for images, is
             what the head of a classifier reads. "last" is the last token of a text, which has read
@@ -69,19 +71,19 @@ def embed(
 
     Raises:
         ValueError: If there are no inputs, if one of them cannot be read, has no tokens or is too
-            long, if the model is of another class, or if the pooling does not apply to it.
+            long, if pixels have another shape or range, if the model is of another class, or if the
+            pooling does not apply to it.
         FileNotFoundError: If an image file does not exist.
     """
     check_whole(1, batch_size=batch_size)
-    given: Any = inputs
     model: Any = model_of(source)
     encoder = text_encoder(source)
     pooling = choose_pooling(model, encoder, pooling)
     options: Any = {"pooling": pooling, "normalize": normalize}
     if encoder is None:
-        batches = _image_batches(source, given, batch_size)
+        batches = _image_batches(source, _listed(inputs), batch_size)
         return torch.cat([embed_grids(model, batch, **options).cpu() for batch in batches])
-    sequences, is_truncated = encoder.encode_texts(check_texts(given))
+    sequences, is_truncated = encoder.encode_texts(check_texts(_listed(inputs)))
     if any(is_truncated) and not truncate:
         raise ValueError(
             f"inputs[{is_truncated.index(True)}] is longer than the {encoder.length} tokens that "
@@ -94,9 +96,16 @@ def model_of(source: Source) -> nn.Module:
     """Return the model of a source.
 
     Raises:
-        ValueError: If models of its class are not supported.
+        ValueError: If it is something else, or models of its class are not supported.
     """
-    model = source.model if isinstance(source, Checkpoint) else source[0]
+    match source:
+        case Checkpoint(model=model) | (nn.Module() as model, Tokenizer()):
+            pass
+        case _:
+            raise ValueError(
+                f"source is {named_type(source)}, expected a model as onescan.load returns it, or "
+                "a language model and its tokenizer as onescan.load_language_model returns them"
+            )
     if not isinstance(model, TextModel | ImageClassifier):
         raise ValueError(
             f"{named_type(model)} cannot embed inputs, expected a language model or a classifier "
@@ -143,30 +152,42 @@ def choose_pooling(model: nn.Module, encoder: PairEncoder | None, pooling: str |
     Raises:
         ValueError: If the pooling does not apply to the model.
     """
-    known: tuple[Pooling, ...] = ("mean", "last", "class_token")
-    if encoder is None:
-        known = ("head", "mean", "class_token")
-    elif isinstance(model, SequenceClassifier):
-        known = (*known, "head")
     if pooling is None:
-        return known[0]
-    check_choice("pooling", pooling, get_args(Pooling))
+        return _poolings(model)[0]
+    known = _check_pooling(model, pooling)
+    if known == "class_token" and encoder is not None and not encoder.before:
+        name = encoder.tokenizer.name
+        raise ValueError(
+            f"pooling is 'class_token', but tokenizer {name!r} adds no token before a text"
+        )
+    return known
+
+
+def _poolings(model: nn.Module) -> tuple[Pooling, ...]:
+    """Return the poolings for a class of models, the default first."""
+    if isinstance(model, ImageClassifier):
+        return "head", "mean", "class_token"
+    if isinstance(model, SequenceClassifier):
+        return "mean", "last", "class_token", "head"
+    return "mean", "last", "class_token"
+
+
+def _check_pooling(model: Any, pooling: Any) -> Pooling:
+    """Return a pooling. Raise ValueError if it does not apply to the model."""
+    known = {name: name for name in _poolings(model)}
     if pooling not in known:
         *others, last = map(repr, known)
         raise ValueError(f"pooling is {pooling!r}, expected {', '.join(others)} or {last}")
     if pooling == "class_token":
-        config: Any = model.config
         reason = ""
-        if encoder is None:
-            if config.pool not in WITH_CLASS_TOKEN:
+        if isinstance(model, ImageClassifier):
+            if model.config.pool not in WITH_CLASS_TOKEN:
                 reason = "this model has no class token"
-        elif config.state_block is not None:
+        elif model.config.state_block is not None:
             reason = "the first token of a causal model reads no other tokens"
-        elif not encoder.before:
-            reason = f"tokenizer {encoder.tokenizer.name!r} adds no token before a text"
         if reason:
             raise ValueError(f"pooling is 'class_token', but {reason}")
-    return pooling
+    return known[pooling]
 
 
 def embed_sequences(
@@ -219,7 +240,11 @@ def embed_tokens(
             effect. None if all tokens are real.
         pooling: As in `embed`; "head" is for text classifiers.
         normalize: As in `embed`.
+
+    Raises:
+        ValueError: If the pooling does not apply to the model.
     """
+    _check_pooling(model, pooling)
     x, _ = model.network(tokens, keep=keep)
     if pooling == "mean":
         vectors = mean_pool(x, keep)
@@ -250,7 +275,11 @@ def embed_grids(
         keep: True for real pixels, for grids of mixed sizes; see `ImageClassifier.forward`.
         pooling: As in `embed`.
         normalize: As in `embed`.
+
+    Raises:
+        ValueError: If the pooling does not apply to the model.
     """
+    _check_pooling(model, pooling)
     weight = model.patchify.proj.weight
     images = images.to(weight.device, weight.dtype)
     kept = None
@@ -275,15 +304,47 @@ def _finished(vectors: Pooled, *, normalize: bool) -> Pooled:
     return F.normalize(vectors, dim=1) if normalize else vectors
 
 
+def _listed(inputs: Any) -> Any:
+    """Return inputs that are neither an array nor a single text as a list."""
+    if isinstance(inputs, Tensor | str | bytes):
+        return inputs
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "biuf":
+        return inputs
+    if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
+        raise ValueError(
+            f"inputs is {named_type(inputs)}, expected a list of texts or images, or an array or "
+            "tensor of pixels"
+        )
+    return list(inputs)
+
+
 def _image_batches(source: Any, inputs: Any, batch_size: int) -> Iterator[Grids]:
-    """Yield standardized grids from image files, or from pixels or values."""
+    """Yield standardized grids from images, or from pixels or values."""
     format: Any = source.format
     is_array = isinstance(inputs, Tensor | np.ndarray)
-    if not len(inputs) or not is_array:
-        check_batch(inputs)
+    if is_array and inputs.ndim != format.axes + 2:
+        raise ValueError(
+            f"inputs has shape {tuple(inputs.shape)}, expected [N, {format.channels}, *axes] with "
+            f"{plural(format.axes, 'axis')}"
+        )
+    check_batch(inputs)
     for first in range(0, len(inputs), batch_size):
         part = inputs[first : first + batch_size]
-        if is_array:
-            yield torch.as_tensor(format.model_input(part)).float()
+        if is_array:  # their range is checked only on the CPU
+            part = part.cpu() if isinstance(part, Tensor) else part
+            yield format.model_input(part).float()
         else:
-            yield torch.stack([read_image(path, image_format(format, path)) for path in part])
+            images = [_read(image, first + i, format) for i, image in enumerate(part)]
+            yield torch.stack(images)
+
+
+def _read(image: Any, index: int, format: Any) -> Pixels:
+    """Read one of the inputs, an image file or a PIL image, as the input of a model."""
+    if isinstance(image, Image.Image):
+        return image_format(format, f"inputs[{index}]").from_pil(image)
+    if isinstance(image, str | Path):
+        return read_image(image, image_format(format, image))
+    raise ValueError(
+        f"inputs[{index}] is {named_type(image)}, expected an image file or a PIL image; pass "
+        "pixels as one array or tensor [N, channels, *axes]"
+    )

@@ -12,7 +12,13 @@ from torch import nn
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import damaged, is_number
 from onescan.checkpoint.hub import download, is_hub_name
-from onescan.checkpoint.run_folder import CONFIG, has_run_config, locate, read_config
+from onescan.checkpoint.run_folder import (
+    CONFIG,
+    has_run_config,
+    is_linearized,
+    locate,
+    read_config,
+)
 from onescan.checkpoint.weights import REMEDY, load_model, missing
 from onescan.configs import ModelConfig
 from onescan.inputs import Format
@@ -65,14 +71,14 @@ def load(
 
     The weights are those of the last checkpoint; for best.safetensors, of the best evaluation.
     "zoo/NAME" loads weights that come with the package, unless there is a local path of that name.
-    The model is in float32, even if the weights are stored in float16.
+    The model is in float32, even if the weights are stored in float16 or bfloat16.
 
     Nothing is unpickled, and no module outside the package is imported: import the module of a
     custom model first.
 
     Args:
         path: Folder, file, "zoo/NAME" or name on the hub.
-        revision: Branch, tag or commit on the hub.
+        revision: Branch, tag or commit on the hub; None for local paths.
         token: Access token of the hub; by default the saved one, if any.
         cache_dir: Folder for downloads; by default that of huggingface_hub.
 
@@ -80,10 +86,10 @@ def load(
         FileNotFoundError: If there is no such path and it cannot be downloaded, or the run has not
             saved these weights.
         ValueError: If `path` is not a path, the folder holds no run or was written by an
-            unsupported version, or if the weights are damaged (names the file), do not match the
-            model or do not fit into memory.
+            unsupported version, `revision` is given for a local path, or if the weights are damaged
+            (names the file), do not match the model or do not fit into memory.
     """
-    options = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
     folder, weights, data, header = _read(path, **options)
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         model, notes = load_model(weights, header.run.model)
@@ -113,7 +119,9 @@ class _Header:
     target: Target = CLASSES
 
 
-def _read(path: str | Path, **hub: Any) -> tuple[Path, Path, dict[str, Any], _Header]:
+def _read(
+    path: str | Path, *, revision: str | None = None, **hub: Any
+) -> tuple[Path, Path, dict[str, Any], _Header]:
     """Return a run's folder, the file of the weights that a path selects, and its config.json.
 
     Raises:
@@ -123,12 +131,15 @@ def _read(path: str | Path, **hub: Any) -> tuple[Path, Path, dict[str, Any], _He
     if not isinstance(path, str | PathLike):
         raise ValueError(f"path is {path!r}, expected the folder of a run")
     path = zoo.resolve(Path(path))
-    if not path.exists():
+    if path.exists():
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}, but {path} is a local path")
+    else:
         if (path.parent / CONFIG).is_file():
             raise missing(path)
         if not _is_repository(path):
             raise FileNotFoundError(f"there is no run at {path}")
-        path = download(path.as_posix(), **hub)
+        path = download(path.as_posix(), revision=revision, **hub)
     folder, weights = locate(path)
     if path != folder and not (folder / CONFIG).is_file():
         raise ValueError(f"'{path}' is not a file of a run: its folder has no {CONFIG}")
@@ -193,16 +204,16 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
     from onescan.models.causal_lm import CausalLM
     from onescan.models.masked_lm import MaskedLM
 
-    name = downloaded(name)
-    if is_pretrained(name):
+    path = downloaded(name)
+    if is_pretrained(path):
         try:
-            model = _load_pretrained(name)  # first, because its errors name what the folder holds
+            model = _load_pretrained(path)  # first, because its errors name what the folder holds
         except ImportError:
-            load_tokenizer(name)  # explains what is missing
+            load_tokenizer(path)  # explains what is missing
             raise
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(path)
     else:
-        run = load(name)
+        run = load(path)
         if not isinstance(run.model, CausalLM | MaskedLM):
             kind = named_type(run.model)
             raise ValueError(f"{name!r} holds {kind}, expected a CausalLM or MaskedLM")
@@ -226,11 +237,11 @@ def load_language_config(name: str) -> "tuple[ModelConfig, Tokenizer]":
     """
     from onescan.inputs.tokenizer import TextFormat
 
-    name = downloaded(name)
-    if is_pretrained(name):
-        model, tokenizer = load_language_model(name)
+    path = downloaded(name)
+    if is_pretrained(path):
+        model, tokenizer = load_language_model(path)
         return model.config, tokenizer
-    folder, _, _, header = _read(name)
+    folder, _, _, header = _read(path)
     if not isinstance(header.format, TextFormat):
         raise ValueError(f"{name!r} was trained on {type(header.format).__name__}, not on text")
     return header.run.model, header.format.open(folder)
@@ -245,9 +256,13 @@ def downloaded(name: str) -> str:
 
 
 def is_pretrained(name: str) -> bool:
-    """Return whether a name is that of a local folder for transformers, with its config."""
+    """Return whether a name is that of a local folder for transformers, with its config.
+
+    Linearized models are not native ones, so they do not count.
+    """
     path = zoo.resolve(Path(name))
-    return path.is_dir() and (path / CONFIG).is_file() and not is_run(path)
+    has_config = path.is_dir() and (path / CONFIG).is_file()
+    return has_config and not is_run(path) and not is_linearized(path)
 
 
 def _load_pretrained(name: str) -> "CausalLM | MaskedLM":

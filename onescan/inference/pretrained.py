@@ -1,9 +1,11 @@
 """Save native models to folders and to the Hugging Face Hub, and load them by class."""
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from onescan import __version__, configs
@@ -14,9 +16,13 @@ from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
 from onescan.configs import ModelConfig
 from onescan.inference.loading import load
 from onescan.inputs.format import Format, UnknownFormat
+from onescan.inputs.images import GridFormat
+from onescan.inputs.latents import LatentFormat
+from onescan.inputs.sequences import SequenceFormat
 from onescan.inputs.targets import CLASSES, Target
+from onescan.inputs.tokenizer import TextFormat
 from onescan.integrations.card import write_model_card
-from onescan.messages import named_type
+from onescan.messages import named_type, plural
 
 
 def load_as(kind: type[nn.Module], name: str | Path, **options: Any) -> nn.Module:
@@ -42,10 +48,20 @@ def save_model(
     for name, value, kind in (("format", format, Format), ("target", target, Target)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {named_type(value)}, expected a {kind.__name__}")
-    if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
+    if isinstance(class_names, str) or not isinstance(class_names, Iterable):
+        raise ValueError(f"class_names is {class_names!r}, expected a sequence of strings")
+    class_names = tuple(class_names)
+    if not all(isinstance(name, str) for name in class_names):
         raise ValueError(f"class_names is {class_names!r}, expected a sequence of strings")
     config: ModelConfig = model.config
     format = UnknownFormat() if format is None else format
+    _check_outputs(model, class_names=class_names, target=target)
+    _check_format(model, format)
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        raise ValueError(
+            "the weights are float64, expected float32, float16 or bfloat16; model.float() "
+            "converts them"
+        )
     data = {
         "onescan": __version__,
         "run": {"model": {"type": type(config).__name__} | configs.to_dict(config)},
@@ -72,6 +88,45 @@ def save_model(
     if path.exists():
         path.rmdir()
     write_atomically(path, write)
+
+
+def _check_outputs(model: Any, *, class_names: Any, target: Target) -> None:
+    """Raise ValueError if class names or a target do not match a model's number of outputs."""
+    names = [name for name in ("num_classes", "out_channels") if hasattr(model.config, name)]
+    for setting, noun, count in (
+        ("class_names", "name", len(class_names)),
+        ("target.mean", "number", len(target.mean)),
+    ):
+        for name in names:
+            outputs = getattr(model.config, name)
+            if count and outputs and count != outputs:
+                raise ValueError(
+                    f"{setting} has {plural(count, noun)}, but the model's {name} is {outputs}"
+                )
+
+
+def _check_format(model: Any, format: Format) -> None:
+    """Raise ValueError if a model cannot read inputs of a format."""
+    if isinstance(format, GridFormat | LatentFormat):
+        name, noun = "channels", "channel"
+    elif isinstance(format, SequenceFormat | TextFormat):
+        name, noun = "vocab_size", "token"
+    else:
+        return
+    config = model.config
+    given, expected = getattr(format, name), getattr(config, name, None)
+    if expected is None:
+        if hasattr(config, "channels") or hasattr(config, "vocab_size"):  # no model of the user
+            raise ValueError(
+                f"format is {named_type(format)}, which {named_type(model)} cannot read"
+            )
+        return
+    if given > expected or (name == "channels" and given < expected):
+        raise ValueError(f"format has {plural(given, noun)}, but the model has {expected}")
+    if isinstance(format, GridFormat) and hasattr(config, "image_size"):
+        axes = len(config.image_size)
+        if format.axes != axes:
+            raise ValueError(f"format has {plural(format.axes, 'axis')}, but the model has {axes}")
 
 
 def push_model(

@@ -14,6 +14,7 @@ from jaxtyping import Float, Shaped
 from PIL import Image
 from torch import Tensor
 
+from onescan.checks import can_look_at_values
 from onescan.inputs.format import Format
 from onescan.inputs.image_files import (
     AnyPixels,
@@ -32,7 +33,7 @@ AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
 AnyArray = Shaped[np.ndarray, "*batch_channels_axes"]
 MAX_PIXELS = 1 << 28  # of a model's input: 3 GiB in float32
 LARGEST = {torch.uint8: 255, torch.uint16: 65535, torch.bool: 1}  # value of white
-PIXEL_STEP = 0.01  # by which pixels may exceed their range, such as by rounding
+OVERSHOOT = 0.45  # of bicubic interpolation: the most by which it exceeds 0 to 1
 
 
 def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -71,9 +72,9 @@ def to_bytes(pixels: AnyGrid) -> BytePixels:
 
 
 def check_unit_range(pixels: AnyGrid) -> None:
-    """Raise ValueError if pixels are NaN or outside 0 to 1, up to rounding."""
+    """Raise ValueError if pixels are NaN, or outside 0 to 1 by more than bicubic resizing."""
     low, high = (bound.item() for bound in torch.aminmax(pixels)) if pixels.numel() else (0, 1)
-    if not (low >= -PIXEL_STEP and high <= 1 + PIXEL_STEP):  # also true for NaN
+    if not (low >= -OVERSHOOT and high <= 1 + OVERSHOOT):  # also true for NaN
         raise ValueError(
             f"pixels are floats from {low:.4g} to {high:.4g}, expected floats from 0 to 1, or uint8"
         )
@@ -140,12 +141,21 @@ class GridFormat(Format, ABC):
                 that range. Arrays in the range of the training data. Shape [..., C, *axes].
 
         Raises:
-            ValueError: If images have a type of unknown range.
+            ValueError: If the shape does not match; or if images have a type of unknown range or,
+                on the CPU, floats below -0.45 or above 1.45; bicubic resizing exceeds the range
+                from 0 to 1 by less.
         """
         if isinstance(values, np.ndarray):
             dtype = native_type(values.dtype)
             dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
             values = torch.from_numpy(values.astype(dtype))
+        if values.ndim <= self.axes or values.shape[-1 - self.axes] != self.channels:
+            raise ValueError(
+                f"values have shape {tuple(values.shape)}, expected [..., {self.channels}, *axes] "
+                f"with {plural(self.axes, 'axis')}"
+            )
+        if self.reads_pixels and values.is_floating_point() and can_look_at_values(values):
+            check_unit_range(values)
         return self.standardize(self.in_training_range(values))
 
     @property

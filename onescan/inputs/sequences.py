@@ -118,7 +118,7 @@ class RecallFormat(Format):
         return 1 + self.keys + self.values
 
 
-def check_batch(inputs: Sequence[Any]) -> Sequence[Any]:
+def check_batch(inputs: Any) -> Any:
     """Return a batch of inputs. Raise ValueError if it is empty, or a single text.
 
     >>> check_batch("good soup")
@@ -134,11 +134,27 @@ def check_batch(inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def check_texts(inputs: Sequence[str]) -> Sequence[str]:
-    """Return a batch of texts. Raise ValueError if it is empty, or not a list of strings."""
+    """Return a batch of texts. Raise ValueError if it is empty, or one is not a Unicode string."""
     for index, text in enumerate(check_batch(inputs)):
         if not isinstance(text, str):
             raise ValueError(f"inputs[{index}] is {named_type(text)}, expected a string")
+        check_unicode(f"inputs[{index}]", text)
     return inputs
+
+
+def check_unicode(name: str, text: str) -> None:
+    r"""Raise ValueError if a text has a lone surrogate, which UTF-8 and tokenizers cannot encode.
+
+    >>> check_unicode("prompt", "a\ud800")
+    Traceback (most recent call last):
+    ValueError: prompt is 'a\ud800', expected Unicode text without lone surrogates
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is {text[:40]!r}, expected Unicode text without lone surrogates"
+        ) from error
 
 
 def pad_tokens(sequences: Sequence[Ids]) -> tuple[Tokens, Keep]:

@@ -54,7 +54,8 @@ class Pretrained:
                 `onescan predict` cannot read the folder.
 
         Raises:
-            ValueError: If the folder is not empty, or if a detail has the wrong type.
+            ValueError: If the folder is not empty, the weights are float64, or a detail has the
+                wrong type or does not match the model.
         """
         _function("save_model")(self, folder, **details)
 

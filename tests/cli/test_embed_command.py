@@ -144,6 +144,9 @@ def test_the_column_of_the_training_data_is_read(capsys, monkeypatch):
         (("picture.png",), "picture.png is not a file of texts, expected a name ending in .txt"),
         (("latin.txt",), "there is no readable text in latin.txt: latin.txt, line 1: this is not"),
         (("empty.txt",), "there is no readable text in empty.txt"),
+        (("images",), "images is a folder, expected a text or a file of texts (.txt, "),
+        (("images/",), "to pass the text 'images/' itself, write it to such a file"),
+        (("a\udcff",), "inputs[0] is 'a\\udcff', expected Unicode text without lone surrogates"),
         (("a text", "--pooling", "head"), "--pooling is 'head', expected 'mean', 'last' or"),
         (("a text", "--batch-size", 0), "--batch-size is 0, expected a whole number"),
     ],
@@ -151,6 +154,7 @@ def test_the_column_of_the_training_data_is_read(capsys, monkeypatch):
 def test_texts_that_cannot_be_read(arguments, message, capsys):
     Path("latin.txt").write_bytes("café".encode("latin1"))
     Path("empty.txt").touch()
+    Path("images").mkdir()
     Image.new("L", (8, 8)).save("picture.png")
     assert message in fails(capsys, *arguments, "--model", LM)
 
@@ -160,9 +164,14 @@ def test_texts_that_cannot_be_read(arguments, message, capsys):
     [
         ("vectors.npy", "--out is 'vectors.npy', expected a name ending in .npz"),
         ("", "--out is '', expected a name ending in .npz"),
+        ("folder.npz", "--out is 'folder.npz', which is a folder, expected a file"),
+        ("text.txt/new/v.npz", "--out is 'text.txt/new/v.npz', but text.txt is not a folder"),
     ],
 )
-def test_other_names_of_the_file_are_refused(out, message, capsys):
+def test_other_names_of_the_file_are_refused(out, message, capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load", None)  # before anything is loaded
+    Path("folder.npz").mkdir()
+    Path("text.txt").touch()
     assert message in fails(capsys, "a text", "--model", LM, out=out)
 
 
@@ -235,6 +244,37 @@ def test_images_that_cannot_be_read(capsys):
         ("text.png --pooling last", "--pooling is 'last', expected 'head', 'mean' or"),
     ]:
         assert message in fails(capsys, *argument.split(), "--model", DIGITS)
+
+
+def test_options_for_texts_are_refused_for_images(capsys):
+    Image.new("L", (8, 8)).save("a.png")
+    message = "--text-column is 'body', but the model does not read texts"
+    assert message in fails(capsys, "a.png", "--model", DIGITS, "--text-column", "body")
+    assert main(["predict", DIGITS, "a.png", "--text-column", "body"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["folder.csv", "a.png/x.csv"])
+def test_predict_checks_the_output_first(out, capsys, monkeypatch):
+    Image.new("L", (8, 8)).save("a.png")
+    Path("folder.csv").mkdir()
+    monkeypatch.setattr("onescan.inference.classification.classify", None)
+    assert main(["predict", DIGITS, "a.png", "--out", out]) == 2
+    assert f"--out is '{out}', " in capsys.readouterr().err
+
+
+def test_predict_refuses_a_folder_as_a_text(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda _: classifier())
+    Path("images").mkdir()
+    assert main(["predict", "run", "images"]) == 2
+    assert "images is a folder, expected a text or a file of texts" in capsys.readouterr().err
+
+
+def test_rows_with_lone_surrogates_are_skipped(capsys):
+    Path("a.jsonl").write_text('{"text": "a\\ud800"}\n{"text": "b"}\n')
+    names, _ = run("a.jsonl", "--model", LM)
+    assert names == ["a.jsonl, line 2"]
+    assert "skipped: a.jsonl, line 1" in capsys.readouterr().err
 
 
 def test_arrays_are_embedded(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,14 @@ def text_classifier(length=16, **more):
 def image_classifier(**more):
     sizes = {"image_size": (8, 8), "patch_size": (4, 4), "width": 24, "depth": 1, "num_classes": 3}
     return ImageClassifierConfig(**{**sizes, **more}).build().double().eval()
+
+
+@pytest.fixture
+def _untyped():
+    """Without the type checks of the tests, so that functions check their arguments themselves."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # Texts
@@ -135,11 +144,33 @@ def test_long_texts_are_refused_or_truncated_as_in_predict(kind):
         ([], "inputs is empty"),
         ("the cat", "inputs is a single string"),
         (["a", ""], r"inputs\[1\] is '', which has no tokens"),
+        (["a", "b\ud800"], r"inputs\[1\] is 'b\\ud800', expected Unicode text without lone"),
+        (["a", 3], r"inputs\[1\] is an int, expected a string"),
+        (3, "inputs is an int, expected a list of texts or images, or an array or tensor"),
+        ({"text": "a"}, "inputs is a dict, expected a list of texts or images"),
+        (torch.ones(2, 3), r"inputs\[0\] is a Tensor, expected a string"),
     ],
 )
+@pytest.mark.usefixtures("_untyped")
 def test_inputs_without_texts_are_refused(inputs, message):
     with pytest.raises(ValueError, match=message):
         embed(pair(), inputs)
+
+
+def test_texts_may_be_any_iterable():
+    source = pair()
+    want = embed(source, TEXTS)
+    for texts in (iter(TEXTS), tuple(TEXTS), np.array(TEXTS), dict.fromkeys(TEXTS).keys()):
+        assert_close(embed(source, texts), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, "bytes"), lambda x: (x,), str])
+@pytest.mark.usefixtures("_untyped")
+def test_other_sources_are_refused(wrap):
+    source = wrap(causal(CAUSAL["lion"]))
+    message = "source is .*, expected a model as onescan.load returns it, or a language model and"
+    with pytest.raises(ValueError, match=message):
+        embed(source, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +269,61 @@ def test_padding_of_grids_has_no_effect(pooling):
         assert_close(together[i : i + 1], alone, **TOLERANCE)
 
 
+def test_pictures_in_memory_are_embedded_like_files(files):
+    source = checkpoint(image_classifier(), IMAGES)
+    want = embed(source, files)
+    assert_close(embed(source, [Image.open(file) for file in files]), want, **TOLERANCE)
+    assert_close(embed(source, iter(files)), want, **TOLERANCE)
+    assert_close(embed(source, np.array([str(file) for file in files])), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.rand(2, 8, 8, 3), r"have shape \(2, 8, 8, 3\), expected \[\.\.\., 3, \*axes\]"),
+        (torch.rand(2, 1, 8, 8), r"have shape \(2, 1, 8, 8\), expected \[\.\.\., 3, \*axes\]"),
+        (
+            torch.rand(3, 8, 8),
+            r"inputs has shape \(3, 8, 8\), expected \[N, 3, \*axes\] with 2 axes",
+        ),
+        (torch.rand(2, 3, 8, 8) * 255, "pixels are floats from .* expected floats from 0 to 1"),
+        (torch.randn(2, 3, 8, 8).numpy(), "pixels are floats from"),
+        ([torch.rand(3, 8, 8)], r"inputs\[0\] is a Tensor, expected an image file or a PIL image"),
+        (torch.rand(1, 3, 8, 8).tolist(), r"inputs\[0\] is a list, expected an image file"),
+        (Image.new("L", (8, 8)), "inputs is an Image, expected a list of texts or images"),
+    ],
+)
+@pytest.mark.usefixtures("_untyped")
+def test_other_pixels_are_refused(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        embed(checkpoint(image_classifier(), IMAGES), inputs)
+
+
+@pytest.mark.parametrize("pooling", ["max", "last", None])
+@pytest.mark.usefixtures("_untyped")
+def test_other_poolings_of_grids_are_refused(pooling):
+    message = f"pooling is {pooling!r}, expected 'head', 'mean' or 'class_token'"
+    with pytest.raises(ValueError, match=message):
+        embed_grids(image_classifier(), torch.randn(1, 3, 8, 8), pooling=pooling)
+    with pytest.raises(ValueError, match="pooling is 'class_token', but this model has no class"):
+        embed_grids(image_classifier(pool="mean"), torch.randn(1, 3, 8, 8), pooling="class_token")
+
+
+@pytest.mark.usefixtures("_untyped")
+def test_other_poolings_of_tokens_are_refused():
+    for pooling in ("head", "max"):
+        message = f"pooling is '{pooling}', expected 'mean', 'last' or 'class_token'$"
+        with pytest.raises(ValueError, match=message):
+            embed_tokens(pair()[0], ids(1, 4), None, pooling=pooling)
+    model = text_classifier().model
+    with pytest.raises(ValueError, match="expected 'mean', 'last', 'class_token' or 'head'"):
+        embed_tokens(model, ids(1, 4), None, pooling="max")
+
+
 def test_files_for_a_model_of_arrays_are_refused():
     with pytest.raises(ValueError, match="inputs is empty"):
         embed(checkpoint(image_classifier(), IMAGES), [])
+    with pytest.raises(ValueError, match="inputs is empty"):
+        embed(checkpoint(image_classifier(), IMAGES), torch.rand(0, 3, 8, 8))
     with pytest.raises(FileNotFoundError, match=r"no\.png"):
         embed(checkpoint(image_classifier(), IMAGES), ["no.png"])

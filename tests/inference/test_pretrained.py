@@ -1,7 +1,10 @@
 """from_pretrained, save_pretrained, push_to_hub and the Hugging Face Hub, without a network."""
 
+import copy
+import json
 import shutil
 import time
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -10,10 +13,15 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 import onescan
 from onescan.checkpoint.hub import DOWNLOADED
+from onescan.cli import main
 from onescan.inference.loading import load_language_model, load_pretrained_model
-from onescan.inputs import ImageFormat
+from onescan.inputs import ArrayFormat, ByteTokenizer, ImageFormat, TextFormat
+from onescan.inputs.targets import Target
 
 FORMAT = ImageFormat(channels=3, height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
+GREY = ImageFormat(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
+SIGNALS = ArrayFormat(channels=3, shape=(8,), mean=(0.5,) * 3, std=(0.5,) * 3)
+BYTES = TextFormat.of(ByteTokenizer())
 
 
 def models():
@@ -137,11 +145,46 @@ def test_without_a_format_inputs_are_not_converted(tmp_path):
         ({"target": 3}, "target is an int, expected a Target"),
         ({"class_names": "cat"}, "class_names"),
         ({"class_names": [1]}, "class_names"),
+        ({"class_names": ("a", "b")}, "class_names has 2 names, but the model's num_classes is 3"),
+        (
+            {"target": Target(kind="value", mean=(0.0,), std=(1.0,))},
+            "target.mean has 1 number, but the model's num_classes is 3",
+        ),
+        ({"format": GREY}, "format has 1 channel, but the model has 3"),
+        ({"format": SIGNALS}, "format has 1 axis, but the model has 2"),
+        ({"format": BYTES}, "format is a TextFormat, which an ImageClassifier cannot read"),
     ],
 )
-def test_wrong_details_are_named(details, reason, tmp_path):
+def test_wrong_details_are_named(details, reason, tmp_path, hub):
     with pytest.raises(ValueError, match=reason):
         classifier().save_pretrained(tmp_path / "m", **details)
+    assert not (tmp_path / "m").exists()
+    with pytest.raises(ValueError, match=reason):
+        classifier().push_to_hub("user/model", **details)
+    assert hub[1] == []
+
+
+def test_formats_of_other_models_are_named(tmp_path):
+    for format, reason in [
+        (FORMAT, "format is an ImageFormat, which a CausalLM cannot read"),
+        (BYTES, "format has 258 tokens, but the model has 11"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            MODELS["CausalLM"].save_pretrained(tmp_path / "m", format=format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_loaded_in_float32(dtype, tmp_path):
+    model = copy.deepcopy(classifier()).to(dtype)
+    model.save_pretrained(tmp_path / "m")
+    assert same(onescan.load(tmp_path / "m").model, model.float())
+
+
+def test_weights_that_would_be_rounded_are_not_saved(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"the weights are float64.*model\.float\(\) converts them"
+    ):
+        copy.deepcopy(classifier()).double().save_pretrained(tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 
@@ -232,6 +275,91 @@ def test_without_a_network_loading_fails_at_once(monkeypatch, tmp_path):
         onescan.load("user/none")
     assert time.perf_counter() - begin < 5
     assert "\n" not in str(caught.value)
+
+
+def test_without_a_network_uploading_fails_in_one_sentence(monkeypatch):
+    def fail(*_arguments, **_options):
+        import httpx2 as httpx  # the client of huggingface_hub
+
+        raise httpx.ConnectError("[Errno -2] Name or service\nnot known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
+    with pytest.raises(OSError, match=r"cannot be uploaded to .* 'user/model'.*Name or") as caught:
+        classifier().push_to_hub("user/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_revision_of_a_local_folder_is_refused(tmp_path):
+    classifier().save_pretrained(tmp_path / "m")
+    for name in (tmp_path / "m", "zoo/digits_lightnet"):
+        with pytest.raises(ValueError, match=r"revision is 'v1', but .* is a local path"):
+            onescan.load(name, revision="v1")
+
+
+def test_names_in_errors_are_those_of_the_user(hub):
+    classifier().push_to_hub("user/model")
+    with pytest.raises(
+        ValueError, match="'user/model' holds an ImageClassifier, expected a Causal"
+    ):
+        load_language_model("user/model")
+
+
+def test_models_of_the_hub_are_converted_and_sampled(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ("cat", "dog", "owl")
+    classifier().push_to_hub("user/model", format=FORMAT, class_names=names)
+    converted = onescan.convert("user/model", tmp_path / "out", to="transformers")
+    assert tuple(converted.config.id2label.values()) == names
+    MODELS["Denoiser"].push_to_hub("user/denoiser")
+    reason = "was saved without its noise and sampler"
+    assert main(["sample", "user/denoiser"]) == 2
+    assert reason in capsys.readouterr().err
+    MODELS["Denoiser"].save_pretrained("folder")
+    assert main(["sample", "folder"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_model_without_data_and_task_is_not_evaluated(tmp_path, monkeypatch, capsys, hub):
+    monkeypatch.chdir(tmp_path)
+    classifier().save_pretrained("m", format=FORMAT)
+    classifier().push_to_hub("user/model", format=FORMAT)
+    for name in ("m", "user/model"):
+        assert main(["evaluate", name]) == 2
+        message = capsys.readouterr().err
+        assert "holds a model without the data and the task of a run" in message
+        assert "run.name" not in message
+
+
+def test_a_language_model_without_a_run_is_evaluated_on_a_given_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loaded = onescan.load("zoo/shakespeare_lightnet")
+    loaded.model.save_pretrained("m", format=loaded.format)
+    assert main(["evaluate", "m", "--lengths", "8"]) == 2
+    assert "text is None, but 'm' has no test text" in capsys.readouterr().err
+    Path("text.txt").write_text("To be, or not to be, that is the question.")
+    assert main(["evaluate", "m", "--lengths", "8", "--text", "text.txt"]) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "predict {} a",
+        "evaluate {}",
+        "embed a --model {} --out v.npz",
+        "fill {} a",
+        "generate {} --prompt a",
+    ],
+)
+def test_linearized_models_name_what_loads_them(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("linearized")
+    folder.mkdir()
+    config = {"model_type": "onescan_linearized", "base_model_type": "bert"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(command.format(folder).split()) == 2
+    message = capsys.readouterr().err
+    assert "linearized holds a linearized model of transformers" in message
+    assert "load_linearized" in message
 
 
 def test_code_and_pickles_are_not_downloaded():

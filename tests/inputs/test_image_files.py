@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import struct
 import zlib
 
@@ -12,7 +13,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 from torch.testing import assert_close
 
 from onescan.experiments.data.image_grid import image_bytes
-from onescan.inputs import ImageFormat, read_image
+from onescan.inputs import ArrayFormat, ImageFormat, read_image
 from onescan.inputs import image_files as images
 from onescan.inputs.image_files import read_header
 from onescan.inputs.images import check_constants, check_unit_range, to_bytes, unit_pixels
@@ -415,6 +416,34 @@ def test_floats_outside_the_range_are_refused(value):
     pixels[0, 0, 0] = value
     with pytest.raises(ValueError, match=r"pixels are floats from .* expected floats from 0 to 1"):
         check_unit_range(pixels)
+    with pytest.raises(ValueError, match="pixels are floats from"):
+        GREY.model_input(pixels)
+    assert GREY.standardize(pixels).shape == pixels.shape  # of values that are known to be right
+
+
+def test_overshoots_of_an_interpolation_are_accepted():
+    edges = (torch.arange(64).reshape(1, 1, 8, 8) % 3 // 2).float()
+    larger = torch.nn.functional.interpolate(edges, scale_factor=3, mode="bicubic")
+    assert larger.max() > 1.1
+    assert torch.equal(GREY.model_input(larger), larger)
+
+
+def test_the_range_of_other_arrays_is_not_that_of_pixels():
+    constants = {"channels": 1, "shape": (4,), "mean": (0.0,), "std": (1.0,)}
+    for is_bytes in (False, None):
+        values = torch.tensor([[-300.0, 0.0, 1.0, 4000.0]])
+        format = ArrayFormat(**constants, is_bytes=is_bytes)
+        assert torch.equal(format.model_input(values), values)
+    with pytest.raises(ValueError, match="pixels are floats from -300 to 4000"):
+        ArrayFormat(**constants, is_bytes=True).model_input(values)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5, 3), (2, 1, 6, 5), (6, 5), (3,), (2, 4, 6, 5), ()])
+def test_other_shapes_are_refused(shape):
+    message = re.escape(f"values have shape {shape}, expected [..., 3, *axes] with 2 axes")
+    for values in (torch.zeros(shape), np.zeros(shape, np.uint8)):
+        with pytest.raises(ValueError, match=message):
+            COLOUR.model_input(values)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -119,7 +119,7 @@ class GridTask(Task):
         """Move a batch to the device; float64 is standardized before, and moved as float32."""
         images, *others = batch
         if self.is_wide and images.dtype == torch.float64:
-            images = self.format.model_input(images)
+            images = self._standardized(images)
         return super().to_device((images, *others), device)
 
     def augment(self, batch: Batch, seed: int) -> Batch:
@@ -128,11 +128,15 @@ class GridTask(Task):
             images = self.augmentation(images, derive_seed(seed, "augment"))
         return images, *others
 
+    def _standardized(self, images: Tensor) -> Tensor:
+        """Return what `GridFormat.model_input` does; augmented images may be in any range."""
+        return self.format.standardize(self.format.in_training_range(images))
+
     def _model_input(self, images: Tensor) -> Tensor:
         """Standardize this rank's shard of images, unless `to_device` has standardized them."""
         shard = images if self.reads_share else self.share.cut(images, axis=2)
         is_standardized = self.is_wide and shard.dtype != torch.float64
-        return shard if is_standardized else self.format.model_input(shard)
+        return shard if is_standardized else self._standardized(shard)
 
     def _apply(self, model: nn.Module, batch: Batch) -> Any:
         """Apply the model to a batch, with its mask if the examples have different sizes."""

@@ -25,7 +25,6 @@ from onescan.experiments.tasks.distillation import DistillationConfig
 from onescan.experiments.tasks.grid import GridTask, check_target
 from onescan.inference.classification import _check_classifier
 from onescan.inputs import GridFormat
-from onescan.inputs.images import check_unit_range, unit_pixels
 from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import GridKeep, Grids, Logits
 
@@ -192,6 +191,4 @@ def read_arrays(data: ArrayDataset, format: GridFormat) -> Iterator[tuple[Grids,
     for first in range(0, len(data), ROWS):
         rows = [Example(row) for row in range(first, min(first + ROWS, len(data)))]
         stored, _, *masks = data.read(rows).batch
-        if format.reads_pixels:
-            check_unit_range(unit_pixels(stored))
         yield format.model_input(stored).float(), masks[0] if masks else None

@@ -341,7 +341,7 @@ class PixelCodec(Codec):
         self.clip = max_pixel(format.mean, format.std)
 
     def model_input(self, images: AnyPixels) -> Images:
-        return self.format.model_input(images)
+        return self.format.standardize(unit_pixels(images))  # augmented ones in any range
 
     def pixels(self, generated: Images) -> Decoded:
         return self.format.pixels(generated)

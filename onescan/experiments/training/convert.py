@@ -20,7 +20,7 @@ from onescan.experiments.tasks.image_classification import ImageClassificationCo
 from onescan.experiments.training.config import RunConfig
 from onescan.experiments.training.folder import Manifest
 from onescan.experiments.training.sampling import INDEX, load_pipeline
-from onescan.inference.loading import is_run, load, load_language_model
+from onescan.inference.loading import downloaded, is_run, load, load_language_model
 from onescan.inputs import ImageFormat
 from onescan.inputs.pairs import PairFormat
 from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
@@ -192,13 +192,14 @@ class _Native:
 def _load(source: str | Path | nn.Module) -> _Native:
     if isinstance(source, nn.Module):
         return _Native(model=source)
-    path = zoo.resolve(Path(source))
+    name = downloaded(str(source))
+    path = zoo.resolve(Path(name))
     if (path / INDEX).is_file():
         pipeline = load_pipeline(path)
         return _Native(model=pipeline.transformer.to_onescan(), pipeline=lambda: pipeline)
     run = load(path) if is_run(path) else None
     if run is None or isinstance(run.format, TextFormat):
-        model, tokenizer = load_language_model(str(source))
+        model, tokenizer = load_language_model(name)
         return _Native(model=model, tokenizer=tokenizer)
     if (kind := run.target.kind) not in ("class", "class_map"):
         raise ValueError(

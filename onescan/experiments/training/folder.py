@@ -39,7 +39,13 @@ from onescan.checkpoint.files import (
     write_text_atomically,
     writing,
 )
-from onescan.checkpoint.run_folder import CONFIG, TOKENIZER, read_config, write_config
+from onescan.checkpoint.run_folder import (
+    CONFIG,
+    TOKENIZER,
+    holds_only_model,
+    read_config,
+    write_config,
+)
 from onescan.checkpoint.weights import AVERAGE, BEST, WEIGHTS, read_weights, save_weights
 from onescan.experiments.locks import LOCK
 from onescan.experiments.tasks import Evaluation, Task
@@ -257,9 +263,15 @@ def read_manifest(folder: Path) -> Manifest:
     """Read config.json.
 
     Raises:
-        ValueError: If it is missing or damaged, or contains unknown fields or classes.
+        ValueError: If it is missing or damaged, contains unknown fields or classes, or has no data
+            and no task.
     """
     data = read_config(folder)
+    if holds_only_model(data):
+        raise ValueError(
+            f"{folder} holds a model without the data and the task of a run, as save_pretrained "
+            "writes it, expected a run's folder"
+        )
     try:
         return configs.from_dict(Manifest, data)
     except (ValueError, RecursionError) as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from onescan import zoo
-from onescan.checkpoint.run_folder import locate
+from onescan.checkpoint.run_folder import holds_only_model, locate, read_config
 from onescan.experiments.tasks import Task
 from onescan.experiments.training.config import RunConfig
 from onescan.experiments.training.folder import check_same_data, read_manifest
@@ -13,7 +13,9 @@ from onescan.inference.loading import Checkpoint, is_run
 
 
 def run_config(checkpoint: str | Path) -> RunConfig | None:
-    """Return the config of the run that trained a model; None if it is not a run.
+    """Return the config of the run that trained a model; None if it has none.
+
+    A model that was saved with `save_pretrained` has no such config.
 
     Args:
         checkpoint: A run's folder, a file in it, or "zoo/NAME".
@@ -22,7 +24,10 @@ def run_config(checkpoint: str | Path) -> RunConfig | None:
         ValueError: If config.json is damaged, or names a class that is not imported.
     """
     path = zoo.resolve(Path(checkpoint))
-    return read_manifest(locate(path)[0]).run if is_run(path) else None
+    folder, _ = locate(path)
+    if not is_run(path) or holds_only_model(read_config(folder)):
+        return None
+    return read_manifest(folder).run
 
 
 def build_task(checkpoint: Checkpoint, split: str | None = None) -> Task:

@@ -87,8 +87,12 @@ def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> 
     from onescan.integrations.diffusers import to_diffusers  # slow
 
     run = load(path)
-    config = run_config(path)
-    assert config is not None  # `load` has read it
+    config = run_config(run.folder)
+    if config is None:
+        raise ValueError(
+            f"'{path}' was saved without its noise and sampler, expected a run or a folder of "
+            "diffusers"
+        )
     task, model, form = config.task, run.model, run.format
     if not isinstance(model, Denoiser) or not isinstance(task, ImageGenerationConfig):
         kinds = f"{type(model).__name__}, trained by {type(task).__name__}"
