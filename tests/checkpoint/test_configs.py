@@ -221,7 +221,8 @@ def test_packages_export_all_their_configs():
             cls.__name__ for cls in configs._family(base) if cls.__module__.startswith("onesc")
         }
         assert len(names) >= 6
-        assert names <= set(package.__all__)
+        # Private classes are never saved.
+        assert {name for name in names if not name.startswith("_")} <= set(package.__all__)
 
 
 def _unchecked(config, **values):

@@ -431,7 +431,7 @@ def _try(model: Any, what: str, **inputs: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessedFormat(ImageFormat):
+class _ProcessedFormat(ImageFormat):
     """Images that the image processor of a transformers model resizes and crops."""
 
     processor: Any
@@ -474,7 +474,7 @@ def _resized(processor: Any, pixels: BytePixels) -> Tensor:
     return found.float().round().clamp(0, 255).byte()
 
 
-def image_format(model: Any, processor: Any) -> ProcessedFormat:
+def image_format(model: Any, processor: Any) -> _ProcessedFormat:
     """Return the format of the images that an image processor makes.
 
     Raises:
@@ -498,7 +498,7 @@ def image_format(model: Any, processor: Any) -> ProcessedFormat:
         raise ValueError(
             f"the model's image processor cannot be used: {in_a_line(error)}"
         ) from error
-    format = ProcessedFormat(
+    format = _ProcessedFormat(
         channels=channels, height=resized.shape[1], width=resized.shape[2], mean=mean, std=std,
         processor=processor,
     )  # fmt: skip
@@ -511,7 +511,7 @@ def image_format(model: Any, processor: Any) -> ProcessedFormat:
     return format
 
 
-def _open_images(path: str, format: ProcessedFormat, config: LinearizeConfig) -> Any:
+def _open_images(path: str, format: _ProcessedFormat, config: LinearizeConfig) -> Any:
     splits: Any = ImageDatasetConfig(
         path=path,
         label_column=config.label_column,
