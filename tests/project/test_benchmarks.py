@@ -223,9 +223,12 @@ def test_invalid_options(changes, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sizes", [(), (4, 4), (4, 0)])
-def test_invalid_sizes(sizes, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(f"tokens is {sizes}")):
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [((), "tokens is ()"), ((4, 4), "tokens contains duplicates"), ((4, 0), "tokens is (4, 0)")],
+)
+def test_invalid_sizes(sizes, reason, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(reason)):
         run(tmp_path, sizes=sizes)
 
 
@@ -497,7 +500,7 @@ TINY_MODEL = {"width": 24, "depth": 1, "mixer.num_heads": 3}
 
 @pytest.mark.parametrize("name", ["lion_s_mlm_base", "bert_base"])
 def test_masked_language_models_train_or_predict(name, monkeypatch):
-    monkeypatch.setattr(candidates, "preset", partial(preset, vocab_size=99, **TINY_MODEL))
+    monkeypatch.setattr(benchmark_cases, "preset", partial(preset, vocab_size=99, **TINY_MODEL))
     options = models.Options(batch_size=2, device="cpu", candidates=(name,))
     training = models.prepare(name, TRAINING, 600, options)  # BERT has 512 positions
     gradients = training.call()
@@ -566,7 +569,7 @@ def test_models_do_not_run_on_torch_if_kernels_are_requested(module, name, optio
     ],
 )
 def test_forms_are_those_that_models_support(presets, known, monkeypatch):
-    monkeypatch.setattr(candidates, "preset", partial(preset, **TINY_MODEL))
+    monkeypatch.setattr(benchmark_cases, "preset", partial(preset, **TINY_MODEL))
     options = forms.Options(presets=tuple(presets), chunk_sizes=(4, 8))
     assert set(forms.supported(options)) == known
 
@@ -584,7 +587,7 @@ def test_a_candidate_names_a_model_and_its_form(presets, name):
 
 @pytest.mark.parametrize("name", ["lion_d_tiny/recurrent", "deit_tiny", "bert_base"])
 def test_models_in_a_form_predict(name, monkeypatch):
-    monkeypatch.setattr(candidates, "preset", partial(preset, **TINY_MODEL))
+    monkeypatch.setattr(benchmark_cases, "preset", partial(preset, **TINY_MODEL))
     options = forms.Options(presets=(name,), device="cpu", batch_size=2)
     size, rows = (8, 6) if name == "bert_base" else (32, 2)
     assert call(forms, name, options, INFERENCE, size).shape[0] == rows

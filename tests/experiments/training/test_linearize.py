@@ -337,7 +337,7 @@ def test_the_loss_is_that_of_the_formula(recompute, teachers):
     assert all((grad is not None) == (".mixer." in name) for name, grad in grads.items())
     teacher = onescan.load(teachers / "images").model
     student.zero_grad()
-    x, grid = teacher.embed(task.format.model_input(batch[0]))
+    x, grid = teacher.embed(task.format.standardize(batch[0]))
     errors, norms = squared_errors(teacher, student, x.detach(), grid).unbind(1)
     expected = (errors / norms.detach()).mean()
     expected.backward()
