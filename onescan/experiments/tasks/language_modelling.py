@@ -251,8 +251,13 @@ class MaskedLanguageModelling(Task):
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return token_rows(logits.float(), labels.to(logits.device), text, self.tokenizer)
 
-    def apply(self, model: nn.Module, masked: Tokens, documents: Tokens, **options: Any) -> Any:
-        """Compute logits from masked tokens and document numbers, which are below 0 for padding."""
+    def apply(
+        self, model: nn.Module, masked: Tokens, documents: Int[Tensor, "B row"], **options: Any
+    ) -> Any:
+        """Compute logits from masked tokens and document numbers, which are below 0 for padding.
+
+        The document numbers are those of whole rows, even if the tokens are a shard of them.
+        """
         tokens = _to_model(masked, model)
         return model(tokens, cu_seqlens=packing_of_documents(documents, tokens.device), **options)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import write_atomically, write_text_atomically
@@ -319,7 +320,9 @@ class ClassAdapter(Adapter):
 class WholeRows(MaskedLanguageModelling):
     """Masked language modeling in which tokens read the whole row, as in transformers models."""
 
-    def apply(self, model: nn.Module, masked: Tokens, documents: Tokens, **options: Any) -> Any:
+    def apply(
+        self, model: nn.Module, masked: Tokens, documents: Int[Tensor, "B row"], **options: Any
+    ) -> Any:
         device = next(model.parameters()).device
         return model(masked.to(device), (documents >= 0).to(device), **options)
 
