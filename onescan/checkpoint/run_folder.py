@@ -96,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}{hint}")
     content = path.read_bytes()
     data = parse_json(content, path, "restore it from a backup")
-    if is_linearized(folder):
+    if isinstance(data, dict) and data.get("model_type") == LINEARIZED:
         raise ValueError(
             f"{folder} holds a linearized model of transformers: load it with load_linearized of "
             "onescan.integrations.transformers, or with transformers' Auto classes and pipelines"

@@ -175,7 +175,7 @@ def _after_check(model: nn.Module, batches: Iterator[Any], loss_of: Loss) -> Ite
     """Check the loss of the first batch, and return the batches, beginning with this one."""
     first = next(batches)
     model.eval()
-    _finite(_checked_loss(loss_of, model, first).item(), "training", 0)
+    _finite(_checked_loss(loss_of, model, first).item(), "training loss", 0)
     return itertools.chain([first], batches)
 
 
@@ -204,10 +204,10 @@ def _transfer(
         optimizer.zero_grad()
         found = _compare(model, teachers, students, next(batches), run)
         for name, student in students.items():
-            losses[name].append(_finite(found[student], "transfer", step))
+            losses[name].append(_finite(found[student], "transfer loss", step))
         for layer in layers:
             norm = nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
-            _finite(norm.item(), "transfer", step, what="gradient of the {} loss")
+            _finite(norm.item(), "gradient of the transfer loss", step)
         optimizer.step()
         if report is not None:
             report("transfer", step + 1, math.fsum(found.values()) / len(found))
@@ -284,11 +284,11 @@ def _train(
             loss = _checked_loss(loss_of, model, next(batches))
         if not loss.requires_grad:
             raise ValueError("loss returned a tensor that does not depend on the model's weights")
-        losses.append(_finite(loss.item(), "training", step))
+        losses.append(_finite(loss.item(), "training loss", step))
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
-        _finite(norm.item(), "training", step, what="gradient of the {} loss")
+        _finite(norm.item(), "gradient of the training loss", step)
         optimizer.step()
         if report is not None:
             report("train", step + 1, losses[-1])
@@ -311,11 +311,11 @@ def _checked_loss(loss_of: Loss, model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _finite(number: float, phase: str, step: int, what: str = "{} loss") -> float:
+def _finite(number: float, what: str, step: int) -> float:
     if not math.isfinite(number):
         # nothing is trained before the first step, so the learning rate is not the cause
         hint = "try a smaller learning rate" if step else "check the inputs and labels of the data"
-        raise FloatingPointError(f"the {what.format(phase)} is {number} at step {step + 1}; {hint}")
+        raise FloatingPointError(f"the {what} is {number} at step {step + 1}; {hint}")
     return number
 
 

@@ -11,26 +11,19 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from io import BytesIO
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from onescan.checkpoint.files import write_atomically, write_text_atomically
 from onescan.checkpoint.hub import find_folder
+from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, check_whole, in_a_line
-from onescan.experiments.data import (
-    DataSet,
-    DeitAugmentConfig,
-    Example,
-    ImageDatasetConfig,
-    derive_seed,
-)
+from onescan.experiments.data import DeitAugmentConfig, derive_seed
 from onescan.experiments.data.base import listed
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.data.text_table import TextTableConfig
@@ -46,9 +39,9 @@ from onescan.experiments.tasks import (
 from onescan.experiments.training.data import Loader, choose_workers
 from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.linearize import Linearized, Report, linearize
+from onescan.experiments.training.processed_images import image_format, open_images, pair
 from onescan.inference.loading import is_run
-from onescan.inputs.image_files import AnyPixels, BytePixels, Crop, decode, read_header
-from onescan.inputs.images import ImageFormat, to_bytes
+from onescan.inputs.images import ImageFormat
 from onescan.inputs.tokenizer import load_tokenizer
 from onescan.messages import missing_package, plural
 from onescan.nn.multihead import KINDS
@@ -57,7 +50,6 @@ from onescan.shapes import Tokens
 from onescan.zoo import resolve
 
 LENGTH, LEAST = 128, 6  # tokens per text: default maximum, and minimum
-SURVEYED = 1_000  # images that are read before training, to find unreadable ones
 RESULTS = "linearize.json"
 NUMBERED = re.compile("LABEL_[0-9]+")
 IMAGES, MASKED, CLASSES = "ImageClassification", "MaskedLM", "SequenceClassification"
@@ -246,7 +238,7 @@ def _load(source: str) -> tuple[Any, Any]:
 
 def _architecture(fields: dict[str, Any]) -> str:
     """Return the class of a saved model, from the fields of its config.json."""
-    if fields.get("model_type") == "onescan_linearized":
+    if fields.get("model_type") == LINEARIZED:
         raise ValueError("its attention is already linear")
     names = fields.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -355,7 +347,7 @@ def _open(
     if name.endswith(IMAGES):
         format = image_format(model, processor)
         grid = _grid(model, attention, format)
-        images = _open_images(data, format, config)
+        images = open_images(data, format, config)
         pad = min(format.height, format.width) // 8  # as is usual for CIFAR
         augment = DeitAugmentConfig(num_ops=0, random_erasing=0.0, pad=pad)
         task: Any = ImageClassificationConfig(augment=augment if config.augment else None)
@@ -433,126 +425,6 @@ def _try(model: Any, what: str, **inputs: Tensor) -> None:
 # Images
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ProcessedFormat(ImageFormat):
-    """Images that the image processor of a transformers model resizes and crops."""
-
-    processor: Any
-
-    def decode(self, file: Path | BytesIO, crop: Crop | None = None) -> AnyPixels:
-        """Read an image file as the image processor does, but without standardizing it."""
-        assert crop is None
-        header = read_header(file)
-        pixels = decode(
-            file,
-            channels=self.channels,
-            height=header.height,
-            width=header.width,
-            crop=lambda width, height: (0.0, 0.0, float(width), float(height)),
-        )
-        found = _resized(self.processor, to_bytes(pixels))
-        if found.shape != (self.channels, self.height, self.width):
-            raise ValueError(
-                f"becomes {tuple(found.shape)} in the image processor, expected "
-                f"{(self.channels, self.height, self.width)}"
-            )
-        return found
-
-
-def _processed(processor: Any, pixels: BytePixels, **options: Any) -> Tensor:
-    """Apply an image processor to one image."""
-    images: Tensor = processor(
-        pixels.numpy(), input_data_format="channels_first", return_tensors="pt", **options
-    )["pixel_values"]
-    if images.ndim != 4 or len(images) != 1:  # noqa: PLR2004
-        raise ValueError(
-            f"it returns pixel_values of shape {tuple(images.shape)}, expected one image"
-        )
-    return images[0]
-
-
-def _resized(processor: Any, pixels: BytePixels) -> Tensor:
-    """Resize and crop an image as an image processor does."""
-    found = _processed(processor, pixels, do_rescale=False, do_normalize=False)
-    return found.float().round().clamp(0, 255).byte()
-
-
-def image_format(model: Any, processor: Any) -> _ProcessedFormat:
-    """Return the format of the images that an image processor makes.
-
-    Raises:
-        ValueError: If the processor does more than resizing, cropping, scaling and standardizing.
-    """
-    vision = getattr(model.config, "vision_config", model.config)
-    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-    height, width = _pair(size or 224)
-    noise = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (channels, height, width), dtype=torch.uint8, generator=noise)
-    try:
-        resized, expected = _resized(processor, pixels), _processed(processor, pixels)
-        white = 255 * (processor.rescale_factor if processor.do_rescale else 1)
-        mean, std = (
-            tuple((np.broadcast_to(numbers, channels) / white).tolist())
-            for numbers in (
-                (processor.image_mean, processor.image_std) if processor.do_normalize else (0, 1)
-            )
-        )
-    except LOAD_ERRORS as error:
-        raise ValueError(
-            f"the model's image processor cannot be used: {in_a_line(error)}"
-        ) from error
-    format = _ProcessedFormat(
-        channels=channels, height=resized.shape[1], width=resized.shape[2], mean=mean, std=std,
-        processor=processor,
-    )  # fmt: skip
-    found = format.model_input(resized)
-    if not torch.allclose(found, expected.float(), rtol=1e-3, atol=1e-3 / min(std)):
-        raise ValueError(
-            f"the model's image processor is {type(processor).__name__}, expected one that only "
-            "resizes, crops, rescales and normalizes images"
-        )
-    return format
-
-
-def _open_images(path: str, format: _ProcessedFormat, config: LinearizeConfig) -> Any:
-    splits: Any = ImageDatasetConfig(
-        path=path,
-        label_column=config.label_column,
-        test_fraction=config.test_fraction,
-        on_error=config.on_error,
-        image_size=(format.height, format.width),
-        channels=format.channels,  # type: ignore[arg-type]  # which `ImageFormat` has checked
-        mean=format.mean,
-        std=format.std,
-        train_crop=None,
-        test_crop=None,
-    ).build()
-    train, test = (
-        replace(part, reader=replace(part.reader, format=format))
-        for part in (splits.train, splits.test)
-    )
-    if config.on_error == "raise":
-        _check_readable(train)
-    # Notes on crops and stretching are about the format that was replaced.
-    notes = tuple(note for note in splits.notes if not note.startswith("images are "))
-    return replace(splits, train=train, test=test, format=format, notes=notes)
-
-
-def _check_readable(images: DataSet) -> None:
-    """Read some of the images, so that an unreadable one is found before training.
-
-    Raises:
-        ValueError: If one cannot be read; names the file.
-    """
-    for index in range(0, len(images), -(-len(images) // SURVEYED)):
-        images.read([Example(index)])
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return int(height), int(width)
-
-
 def _grid(model: Any, attention: str, format: ImageFormat) -> dict[str, Any]:
     """Return the shape of a model's patches and the number of tokens before them, if it has any.
 
@@ -571,7 +443,7 @@ def _grid(model: Any, attention: str, format: ImageFormat) -> dict[str, Any]:
     patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", None)
     if patch is None or not seen:
         return {}
-    sides = zip((format.height, format.width), _pair(patch), strict=True)
+    sides = zip((format.height, format.width), pair(patch), strict=True)
     shape = tuple(side // size for side, size in sides)
     prefix = seen[0] - math.prod(shape)
     return {"shape": shape, "prefix": prefix} if prefix >= 0 else {}

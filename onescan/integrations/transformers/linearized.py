@@ -21,11 +21,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from onescan.checkpoint.files import write_text_atomically
 from onescan.checkpoint.hub import find_folder
+from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.messages import named_type
 from onescan.nn.replace import describe_replacements, repeat_replacements
 
-MODEL_TYPE, BASE_TYPE, ATTENTION = "onescan_linearized", "base_model_type", "onescan_attention"
+MODEL_TYPE, BASE_TYPE, ATTENTION = LINEARIZED, "base_model_type", "onescan_attention"
 CONFIG, MIXER = "config.json", ".attention.mixer."
 NOT_IN_CONFIG = ("attn_implementation", "dtype", "torch_dtype")  # options of the model alone
 AUTO_CLASSES = (

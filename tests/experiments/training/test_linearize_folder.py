@@ -10,9 +10,9 @@ from transformers import AutoModelForMaskedLM
 from onescan.experiments.training.linearize_folder import (
     _check_length,
     _length,
-    image_format,
     match_classes,
 )
+from onescan.experiments.training.processed_images import image_format
 
 SIZES = {
     "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
