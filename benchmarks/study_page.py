@@ -23,20 +23,23 @@ Do the papers' claims hold for small models trained on a CPU? Each claim compare
 are trained on the same data, with the same batch size and the same number of steps. Their
 parameter counts differ by at most {tolerance:.0%}. Each family of models uses the best of three
 or more learning rates, chosen by short runs that have a separate seed and are evaluated on
-held-out training data. Rates are added until the best one is neither the lowest nor the highest,
-at most two. The rate is chosen for the full model, and its ablations use the same. In addition,
-some models are compared at equal training time.
+held-out training data. As long as the best rate is the lowest or the highest, another rate is
+tried beyond it, at most twice. The rate is chosen for the full model, and its ablations use the
+same rate. In addition, some models are compared at equal training time.
 
 Results are given as mean ± standard deviation over seeds, and differences as mean ± standard error,
 in percentage points of accuracy or in nats per byte. Differences are paired by seed, and positive
-ones support the claim. A claim is **confirmed** if the mean difference is positive and more than
-twice its standard error over three seeds, **refuted** if it is negative by more than that, and
-**undecided** otherwise. The third seed is trained only if the first two differences have the same
-sign, because otherwise it cannot decide the claim. If a claim says that one model is as good as
-another, one percentage point is added to the differences before the verdict, but not in the table.
-If two models are in fact equally good, this rule still decides about 18% of the claims.
+differences support the claim. A claim is **confirmed** if the mean difference is positive and more
+than twice its standard error over three seeds, **refuted** if it is negative by more than that,
+and **undecided** otherwise. The third seed is trained only if the first two differences have the
+same sign, because otherwise it cannot decide the claim. If a claim says that one model is as good
+as another, one percentage point is added to the differences before the verdict, but not in the
+table. If two models are in fact equally good, this rule still confirms or refutes the claim with a
+probability of about 18%.
 
-The papers' accuracies are in percent, on ImageNet unless another data set is named.
+The papers' accuracies are in percent, on ImageNet unless another data set is named. The figures
+of this study in the table of claims are over the seeds that both models of a claim were trained
+with.
 
 The first command below trains the runs and writes one result file for each to `docs/study`. The
 second writes this page and its figures from these files.
@@ -44,8 +47,8 @@ second writes this page and its figures from these files.
     PYTHONPATH=. python benchmarks/study.py run --data FOLDER
     PYTHONPATH=. python benchmarks/study.py table
 
-Finished runs: {count} of {total}, and a third seed for each claim that two seeds leave open. They
-took {hours:.1f} CPU hours, each on one thread of {machines}.
+Finished runs: {count} of {total}, not counting third seeds that may be added later. The finished
+runs took {hours:.1f} CPU hours, each on one CPU thread ({machines}).
 """
 
 
@@ -89,7 +92,7 @@ def introduction(results: Results) -> str:
         count=len(results),
         total=len(queue.queue(results)),
         hours=sum(each.cpu_seconds for each in results.values()) / 3600,
-        machines=" or ".join(machines) or "a CPU",
+        machines=" or ".join(machines) or "no machine yet",
     )
 
 
@@ -135,7 +138,7 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
     header = [
         "model",
         f"test {METRICS[suite.metric]}",
-        "each seed",
+        "by seed",
         "parameters",
         "learning rate",
         "CPU minutes per run",

@@ -377,7 +377,7 @@ def _text() -> Suite:
         "gpt2": ("GPT-2", "gpt2", gpt2),
     }
     return Suite(
-        title="Shakespeare: byte-level language models",
+        title="Byte-level language models on Shakespeare",
         description=(
             "Models have about 0.85 million parameters. They are trained for 2,400 steps of 16 "
             "sequences of 128 bytes, about five passes over the training text. The loss is "
@@ -410,7 +410,7 @@ def _masked() -> Suite:
         "bert": ("BERT", bert),
     }
     return Suite(
-        title="Shakespeare: masked language models",
+        title="Masked language models on Shakespeare",
         description=(
             "Models have about 0.87 million parameters. They are trained for 2,400 steps of 16 "
             "sequences of 128 bytes, in which 15% of the words are masked. The loss is measured on "
@@ -426,7 +426,7 @@ def _masked() -> Suite:
     )
 
 
-# Equal training time: digits on textured images
+# Digits on textured images at equal training time
 
 SIDES, MINUTES = (64, 128), (5, 15)
 
@@ -480,7 +480,7 @@ def _time() -> Suite:
         for minutes in MINUTES
     }
     return Suite(
-        title="Equal training time: digits on textured images",
+        title="Digits on textured images at equal training time",
         description=(
             "Models have about 0.07 million parameters and patches of 2 x 2 pixels. They are "
             "trained for 5 or 15 minutes on one thread, not counting evaluations. Images have 64 x "
@@ -573,7 +573,7 @@ CLAIMS = (
         *("images", "ldn", "ldn_without_diffusion"),
     ),
     Claim(
-        "LION-s natural is more accurate in both directions than forward only",
+        "Bidirectional LION-s natural is more accurate than forward-only LION-s natural",
         "80.07 vs. 70.24 on CIFAR-100 (LION, Table 16)",
         *("images", "lion_s_natural", "lion_s_natural_forward"),
     ),
@@ -588,7 +588,7 @@ CLAIMS = (
         *("text", "lightnet", "lightnet_without_tpe"),
     ),
     Claim(
-        "LRPE helps in language models",
+        "MD-LRPE helps in language models",
         "perplexity 4.59 vs. 4.69 (LightNet, Table 6)",
         *("text", "lightnet", "lightnet_without_lrpe"),
     ),

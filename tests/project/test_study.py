@@ -621,7 +621,7 @@ def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     assert "| Model full | 61.00% ± 1.00 | 60.00, 61.00, 62.00 | " in page
     assert " | 0.002 | 2.0 |" in page
     assert "| Model full | 1.00% | **2.00%** |" in page
-    assert "Finished runs: 8 of 8, and a third seed for each claim" in page
+    assert "Finished runs: 8 of 8, not counting third seeds" in page
     assert "](images/study_digits.svg)" in page
     assert not (tmp_path / "images" / "study_old.svg").exists()
     overview = (tmp_path / "results.md").read_text()
