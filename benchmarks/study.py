@@ -32,8 +32,8 @@ from results import aligned
 from study_queue import MINUTE, Result, Results, StudyRun
 from study_run import (
     BUSY,
+    DATA_KINDS,
     INTERRUPTED,
-    KINDS,
     ROOT,
     check_data,
     check_writable,
@@ -82,9 +82,9 @@ def run(
     clean_commit()
     queue.check_fairness()
     check_writable(results)
-    for path in {getattr(each.config.data, "path", None) for each in queue.queue({})}:
+    for path in {getattr(run.config.data, "path", None) for run in queue.planned_runs({})}:
         if path is not None:
-            check_data(data, KINDS[path])
+            check_data(data, DATA_KINDS[path])
     interrupted = False
     child: subprocess.Popen[bytes] | None = None
 
@@ -94,28 +94,28 @@ def run(
         if child is not None:
             child.send_signal(signal.SIGINT)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, stop)
     failed: set[str] = set()
     trained = 0
     while not interrupted and (limit is None or trained < limit):
-        left = [
-            each
-            for each in unfinished(checked_results(results), suites)
-            if each.rate_is_known and each.name not in failed
+        remaining = [
+            run
+            for run in unfinished(checked_results(results), suites)
+            if run.rate_is_known and run.name not in failed
         ]
-        if not left:
+        if not remaining:
             break
-        name = left[0].name
+        name = remaining[0].name
         print(name, flush=True)
         child = start(name, data, results, folder)
         if interrupted:
             child.send_signal(signal.SIGINT)
-        code = child.wait()
-        if code == BUSY:
+        exit_code = child.wait()
+        if exit_code == BUSY:
             sys.exit(f"error: another process trains in {folder}")
-        interrupted |= code in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
-        if code:
+        interrupted |= exit_code in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
+        if exit_code:
             failed.add(name)
         trained += 1
     if interrupted:
@@ -132,32 +132,45 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
         hours: CPU time to plan for, in hours.
     """
     queue.check_fairness()
-    found = checked_results(results)
-    runs = queue.queue(found)
-    left = [each for each in runs if each.name not in found]
-    print(f"{len(runs) - len(left)} of {len(runs)} runs are finished\n")
+    finished = checked_results(results)
+    runs = queue.planned_runs(finished)
+    remaining = [run for run in runs if run.name not in finished]
+    print(f"{len(runs) - len(remaining)} of {len(runs)} runs are finished\n")
     rows = [["runs", "done", "left", "CPU minutes per run"]]
-    groups: dict[tuple[str, str], list[StudyRun]] = defaultdict(list)
-    for each in runs:
-        groups[each.suite, f"{each.family} (sweep)" if each.is_sweep else each.variant].append(each)
-    for (suite, name), members in groups.items():
-        done = [found[each.name].cpu_seconds / MINUTE for each in members if each.name in found]
-        spent = f"{statistics.fmean(done):.1f}" if done else ""
-        rows.append([f"{suite}: {name}", *map(str, (len(done), len(members) - len(done))), spent])
+    runs_by_model: dict[tuple[str, str], list[StudyRun]] = defaultdict(list)
+    for run in runs:
+        runs_by_model[run.suite, f"{run.family} (sweep)" if run.is_sweep else run.variant].append(
+            run
+        )
+    for (suite, name), group in runs_by_model.items():
+        cpu_minutes = [
+            finished[run.name].cpu_seconds / MINUTE for run in group if run.name in finished
+        ]
+        mean_minutes = f"{statistics.fmean(cpu_minutes):.1f}" if cpu_minutes else ""
+        rows.append(
+            [
+                f"{suite}: {name}",
+                *map(str, (len(cpu_minutes), len(group) - len(cpu_minutes))),
+                mean_minutes,
+            ]
+        )
     print("\n".join(aligned(rows)))
-    timed = [each for each in left if each.suite in queue.TIMED]
-    minutes = sum(each.minutes or 0.0 for each in timed)
-    left = [each for each in left if each not in timed]
+    timed = [run for run in remaining if run.suite in queue.TIMED]
+    minutes = sum(run.minutes or 0.0 for run in timed)
+    remaining = [run for run in remaining if run not in timed]
     rows, total, unknown = [["next runs", "CPU minutes", "cumulative hours"]], 0.0, 0
-    for each in left:
-        seconds = estimate(each, found)
+    for run in remaining:
+        seconds = estimate(run, finished)
         if total + (seconds or 0.0) > hours * HOUR:
             break
         total += seconds or 0.0
         unknown += seconds is None
-        known = f"{seconds / MINUTE:.0f}" if seconds else "unknown"
-        rows.append([each.name, known, f"{total / HOUR:.1f}"])
-    print(f"\n{len(rows) - 1} of the {len(left)} remaining runs fit in {hours:g} CPU hours", end="")
+        minutes_text = f"{seconds / MINUTE:.0f}" if seconds else "unknown"
+        rows.append([run.name, minutes_text, f"{total / HOUR:.1f}"])
+    print(
+        f"\n{len(rows) - 1} of the {len(remaining)} remaining runs fit in {hours:g} CPU hours",
+        end="",
+    )
     print(f" ({unknown} of unknown duration):\n" if unknown else ":\n")
     print("\n".join(aligned(rows)))
     print(
@@ -183,30 +196,30 @@ def repeat(name: Annotated[str, tyro.conf.Positional], data: Path, results: Path
         data: Folder that contains the data sets.
         results: Folder of the result files.
     """
-    found = checked_results(results)
-    check_choice("run", name, found)
-    before = found[name]
+    finished = checked_results(results)
+    check_choice("run", name, finished)
+    original = finished[name]
     with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
+        scratch = Path(temporary)
         for file in results.glob("*-sweep-*.json"):  # they determine the learning rate
             if file.stem != name:
-                (place / file.name).write_bytes(file.read_bytes())
-        child = start(name, data, place, place / "runs")
+                (scratch / file.name).write_bytes(file.read_bytes())
+        child = start(name, data, scratch, scratch / "runs")
         try:
-            code = child.wait()
+            exit_code = child.wait()
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             child.wait()
             raise
-        if code:
+        if exit_code:
             sys.exit(f"error: {name} failed")
-        after = read_results(place)[name]
-    first, second = (numbers(each) for each in (before, after))
+        repeated = read_results(scratch)[name]
+    first, second = (reproducible_numbers(result) for result in (original, repeated))
     if first != second:
         sys.exit(
-            f"{name} differs from its result at commit {before.commit[:7]}:\n{first}\n{second}"
+            f"{name} differs from its result at commit {original.commit[:7]}:\n{first}\n{second}"
         )
-    print(f"{name} reproduces its result at commit {before.commit[:7]}")
+    print(f"{name} reproduces its result at commit {original.commit[:7]}")
 
 
 def train(
@@ -220,44 +233,49 @@ def train(
         results: Folder of the result files.
         folder: Folder of unfinished runs.
     """
-    runs = {each.name: each for each in queue.queue(checked_results(results))}
+    runs = {run.name: run for run in queue.planned_runs(checked_results(results))}
     check_choice("run", name, runs)
     if not runs[name].rate_is_known:
         raise ValueError(f"the learning rate of {name} is not known yet: train its sweep first")
     train_run(runs[name], data, results, folder)
 
 
-def numbers(result: Result) -> list[Any]:
+def reproducible_numbers(result: Result) -> list[Any]:
     """Return all numbers of a result that do not depend on the speed of the machine."""
     evaluations = [
-        {name: x for name, x in line.items() if name != "seconds"} for line in result.evaluations
+        {name: value for name, value in line.items() if name != "seconds"}
+        for line in result.evaluations
     ]
     return [evaluations, result.perplexities, result.error]
 
 
 def checked_results(folder: Path) -> dict[str, Result]:
     """Read all results of a folder, and check that they are those of runs in the queue."""
-    found = read_results(folder)
-    queue.check_results(found)
-    return found
+    results = read_results(folder)
+    queue.check_results(results)
+    return results
 
 
 def unfinished(results: Results, suites: Suites) -> list[StudyRun]:
     """Return the runs of some suites that have no result yet, in order."""
-    runs = queue.queue(results)
-    return [each for each in runs if each.suite in suites and each.name not in results]
+    runs = queue.planned_runs(results)
+    return [run for run in runs if run.suite in suites and run.name not in results]
 
 
-def estimate(chosen: StudyRun, results: Results) -> float | None:
+def estimate(run: StudyRun, results: Results) -> float | None:
     """Estimate the CPU seconds of a run from finished runs of its model, family or suite."""
-    if chosen.minutes is not None:
-        return chosen.minutes * MINUTE
-    suite = [each for each in results.values() if each.suite == chosen.suite and not each.error]
-    family = [each for each in suite if each.family == chosen.family]
-    variant = [each for each in family if each.variant == chosen.variant and not each.is_sweep]
-    if alike := variant or family or suite:
-        cost = statistics.fmean(each.cpu_seconds / length_of(each.config) for each in alike)
-        return cost * length_of(configs.to_dict(chosen.config))
+    if run.minutes is not None:
+        return run.minutes * MINUTE
+    same_suite = [
+        result for result in results.values() if result.suite == run.suite and not result.error
+    ]
+    same_family = [result for result in same_suite if result.family == run.family]
+    same_variant = [
+        result for result in same_family if result.variant == run.variant and not result.is_sweep
+    ]
+    if similar := same_variant or same_family or same_suite:
+        cost = statistics.fmean(result.cpu_seconds / length_of(result.config) for result in similar)
+        return cost * length_of(configs.to_dict(run.config))
     return None
 
 
@@ -274,8 +292,8 @@ def check_suites(suites: Suites) -> None:
 
 def start(name: str, data: Path, results: Path, folder: Path) -> "subprocess.Popen[bytes]":
     """Start a process that trains one run with one thread, and receives no Ctrl-C itself."""
-    words = ["--data", data, "--results", results, "--folder", folder]
-    command = [sys.executable, __file__, "train", name, *map(str, words)]
+    arguments = ["--data", data, "--results", results, "--folder", folder]
+    command = [sys.executable, __file__, "train", name, *map(str, arguments)]
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     variables["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)

@@ -60,19 +60,19 @@ def write_page(results: Results, docs: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "onescan", "svg.fonttype": "path", "font.size": 10})
     table = claims(results)
     parts, figures = [introduction(results), "## Claims", "", *table, ""], {}
-    before, rest = (docs / OVERVIEW).read_text(encoding="utf-8").split(BEGIN)
-    overview = [before + BEGIN, "", *table, "", END + rest.split(END)[1]]
+    before, after = (docs / OVERVIEW).read_text(encoding="utf-8").split(BEGIN)
+    overview = [before + BEGIN, "", *table, "", END + after.split(END)[1]]
     for name in queue.SUITES:
-        runs = [each for each in results.values() if each.suite == name]
-        trained = [each for each in runs if not each.is_sweep]
+        runs = [result for result in results.values() if result.suite == name]
+        trained = [result for result in runs if not result.is_sweep]
         if trained:
             parts += section(name, trained)
-        if any(not each.error for each in trained):
+        if any(not result.error for result in trained):
             figures[f"{PREFIX}{name}.svg"] = plot(name, trained)
             title = queue.find_suite(name).title
             parts += [f"![{title}: results of all models]({IMAGES}/{PREFIX}{name}.svg)", ""]
-        if names := [each.name for each in trained if each.error]:
-            parts += [f"These runs diverged, and are not in the figure: {', '.join(names)}.", ""]
+        if diverged := [result.name for result in trained if result.error]:
+            parts += [f"These runs diverged, and are not in the figure: {', '.join(diverged)}.", ""]
         parts += sweeps(name, runs)
     images = docs / IMAGES
     images.mkdir(parents=True, exist_ok=True)
@@ -86,12 +86,12 @@ def write_page(results: Results, docs: Path) -> None:
 
 def introduction(results: Results) -> str:
     """Return the introduction of the page."""
-    machines = sorted({each.environment["cpu"] for each in results.values()})
+    machines = sorted({result.environment["cpu"] for result in results.values()})
     return INTRODUCTION.format(
         tolerance=queue.TOLERANCE,
         count=len(results),
-        total=len(queue.queue(results)),
-        hours=sum(each.cpu_seconds for each in results.values()) / 3600,
+        total=len(queue.planned_runs(results)),
+        hours=sum(result.cpu_seconds for result in results.values()) / 3600,
         machines=" or ".join(machines) or "no machine yet",
     )
 
@@ -105,16 +105,18 @@ def claims(results: Results) -> list[str]:
             rows.append([claim.text, claim.reported, "", "", "0", "not run yet"])
             continue
         verdict = verdict_of(list(differences.values()))
-        pair = [
+        results_of_both = [
             [results[f"{claim.suite}-{name}-{seed}"] for seed in differences]
             for name in (claim.better, claim.worse)
         ]
-        check_equal(claim, *pair)
+        check_equal(claim, *results_of_both)
         metric = queue.find_suite(claim.suite).metric
-        here = " vs. ".join(number(metric, runs) for runs in pair)
-        shown = difference(metric, verdict.mean - claim.margin, verdict.error)
+        measured = " vs. ".join(format_metric(metric, runs) for runs in results_of_both)
+        formatted = format_difference(metric, verdict.mean - claim.margin, verdict.error)
         seeds = str(verdict.seeds)
-        rows.append([claim.text, claim.reported, here, shown, seeds, f"**{verdict.outcome}**"])
+        rows.append(
+            [claim.text, claim.reported, measured, formatted, seeds, f"**{verdict.outcome}**"]
+        )
     return markdown(rows)
 
 
@@ -146,13 +148,15 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
     lengths = [str(length) for length in suite.lengths]
     rows = [[*header, *(f"perplexity at T = {length}" for length in lengths)]]
     for title, members in by_title(suite, runs):
-        mean = statistics.fmean(each.cpu_seconds for each in members) / MINUTE
-        values = ", ".join(number(suite.metric, [each], unit="") for each in members)
-        cells = [title, number(suite.metric, members), values, f"{members[0].parameters:,}"]
+        mean = statistics.fmean(result.cpu_seconds for result in members) / MINUTE
+        by_seed = ", ".join(format_metric(suite.metric, [result], unit="") for result in members)
+        cells = [title, format_metric(suite.metric, members), by_seed, f"{members[0].parameters:,}"]
         cells += [f"{members[0].learning_rate:g}", f"{mean:.1f}"]
         for length in lengths:
-            found = [each.perplexities[length] for each in members if length in each.perplexities]
-            cells.append(f"{statistics.fmean(found):.2f}" if found else "")
+            perplexities = [
+                result.perplexities[length] for result in members if length in result.perplexities
+            ]
+            cells.append(f"{statistics.fmean(perplexities):.2f}" if perplexities else "")
         rows.append(cells)
     return [f"## {suite.title}", "", suite.description, "", *markdown(rows), ""]
 
@@ -161,48 +165,54 @@ def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
     """Return the table of the runs that chose the learning rates of a suite."""
     suite = queue.find_suite(name)
     by_family: dict[str, dict[float, Result]] = defaultdict(dict)
-    for each in runs:
-        if each.is_sweep:
-            by_family[each.family][each.learning_rate] = each
+    for result in runs:
+        if result.is_sweep:
+            by_family[result.family][result.learning_rate] = result
     if not by_family:
         return []
-    rates = sorted({rate for found in by_family.values() for rate in found})
+    rates = sorted({rate for by_rate in by_family.values() for rate in by_rate})
     rows = [["model", *(f"{rate:g}" for rate in rates)]]
-    for family, found in by_family.items():
-        title = suite.variants[next(iter(found.values())).variant].title
-        best = queue.chosen_rate(name, family, {each.name: each for each in runs})
-        cells = [number(suite.metric, [found[rate]]) if rate in found else "" for rate in rates]
+    for family, by_rate in by_family.items():
+        title = suite.variants[next(iter(by_rate.values())).variant].title
+        best = queue.chosen_rate(name, family, {result.name: result for result in runs})
+        cells = [
+            format_metric(suite.metric, [by_rate[rate]]) if rate in by_rate else ""
+            for rate in rates
+        ]
         rows.append(
             [
                 title,
-                *(f"**{x}**" if rate == best else x for rate, x in zip(rates, cells, strict=True)),
+                *(
+                    f"**{cell}**" if rate == best else cell
+                    for rate, cell in zip(rates, cells, strict=True)
+                ),
             ]
         )
-    about = f"{METRICS[suite.metric].capitalize()} on held-out training data, by learning rate:"
-    return [f"### {suite.title}: learning rate sweeps", "", about, "", *markdown(rows), ""]
+    caption = f"{METRICS[suite.metric].capitalize()} on held-out training data, by learning rate:"
+    return [f"### {suite.title}: learning rate sweeps", "", caption, "", *markdown(rows), ""]
 
 
 def by_title(suite: Suite, runs: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     """Yield the title of each model of a suite that has results, and its results by seed."""
     for name, variant in suite.variants.items():
-        members = [each for each in runs if each.variant == name and not each.is_sweep]
+        members = [result for result in runs if result.variant == name and not result.is_sweep]
         if members:
-            yield variant.title, sorted(members, key=lambda each: each.seed)
+            yield variant.title, sorted(members, key=lambda result: result.seed)
 
 
-def number(metric: str, runs: Sequence[Result], unit: str = "%") -> str:
+def format_metric(metric: str, runs: Sequence[Result], unit: str = "%") -> str:
     """Format the mean and standard deviation of a metric over runs; accuracies in percent."""
-    if any(each.error for each in runs):
+    if any(result.error for result in runs):
         return "diverged"
     percent = metric == "accuracy"
     scale, digits, unit = (100, 2, unit) if percent else (1, 3, "")
-    values = [scale * each.final(metric) for each in runs]
+    values = [scale * result.final(metric) for result in runs]
     mean = f"{statistics.fmean(values):.{digits}f}"
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean}{unit}{spread}"
 
 
-def difference(metric: str, mean: float, error: float) -> str:
+def format_difference(metric: str, mean: float, error: float) -> str:
     """Format a mean difference and its standard error; accuracies in percentage points."""
     scale, digits = (100, 2) if metric == "accuracy" else (1, 3)
     if not math.isfinite(mean):
@@ -226,7 +236,7 @@ def plot(name: str, runs: Sequence[Result]) -> Figure:
     For suites with a given training time, plot accuracy over time instead.
     """
     suite = queue.find_suite(name)
-    finished = [each for each in runs if not each.error]
+    finished = [result for result in runs if not result.error]
     if name in queue.TIMED:
         return plot_time(suite, finished)
     models = list(by_title(suite, finished))
@@ -243,7 +253,7 @@ def plot_models(axes: Any, suite: Suite, models: Sequence[tuple[str, list[Result
     """Draw one row per model, with a dot for each seed and a line for the mean."""
     scale = 100 if suite.metric == "accuracy" else 1
     for row, (_, members) in enumerate(models):
-        values = [scale * each.final(suite.metric) for each in members]
+        values = [scale * result.final(suite.metric) for result in members]
         axes.plot(values, [row] * len(values), "o", color="C0", alpha=0.6)
         axes.plot([statistics.fmean(values)] * 2, [row - 0.3, row + 0.3], color="C0")
     axes.set_yticks(range(len(models)), [title for title, _ in models])
@@ -255,9 +265,11 @@ def plot_models(axes: Any, suite: Suite, models: Sequence[tuple[str, list[Result
 def plot_lengths(axes: Any, models: Sequence[tuple[str, list[Result]]]) -> None:
     """Draw the mean perplexity of each model over context length."""
     for title, members in models:
-        lengths = sorted(map(int, set.intersection(*(set(each.perplexities) for each in members))))
+        lengths = sorted(
+            map(int, set.intersection(*(set(result.perplexities) for result in members)))
+        )
         means = [
-            statistics.fmean(each.perplexities[str(length)] for each in members)
+            statistics.fmean(result.perplexities[str(length)] for result in members)
             for length in lengths
         ]
         if means:
@@ -270,17 +282,21 @@ def plot_lengths(axes: Any, models: Sequence[tuple[str, list[Result]]]) -> None:
 
 def plot_time(suite: Suite, runs: Sequence[Result]) -> Figure:
     """Draw accuracy over training time, with one panel per image size and one line per run."""
-    sides = sorted({each.config["data"]["size"] for each in runs})
+    sides = sorted({result.config["data"]["size"] for result in runs})
     figure = Figure(figsize=(5 * len(sides), 3.6), layout="constrained")
     grid = figure.subplots(1, len(sides), squeeze=False, sharey=True)[0]
-    colors = {family: f"C{i}" for i, family in enumerate(sorted({x.family for x in runs}))}
+    colors = {
+        family: f"C{i}" for i, family in enumerate(sorted({result.family for result in runs}))
+    }
     for axes, side in zip(grid, sides, strict=True):
-        shown = [each for each in runs if each.config["data"]["size"] == side]
-        for each in sorted(shown, key=lambda each: each.minutes or 0.0):
-            x = [line["seconds"] / MINUTE for line in each.evaluations]
-            y = [100 * line["accuracy"] for line in each.evaluations]
-            model, *_ = suite.variants[each.variant].title.split(",")
-            axes.plot(x, y, "o-", color=colors[each.family], label=model, markersize=3)
+        of_this_size = [result for result in runs if result.config["data"]["size"] == side]
+        for result in sorted(of_this_size, key=lambda result: result.minutes or 0.0):
+            minutes = [line["seconds"] / MINUTE for line in result.evaluations]
+            accuracies = [100 * line["accuracy"] for line in result.evaluations]
+            model, *_ = suite.variants[result.variant].title.split(",")
+            axes.plot(
+                minutes, accuracies, "o-", color=colors[result.family], label=model, markersize=3
+            )
         handles, labels = axes.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         axes.legend(unique.values(), unique.keys(), frameon=False)

@@ -33,7 +33,11 @@ from onescan.models.size import parameters_by_part
 
 TOLERANCE = 0.03  # relative difference allowed between parameter counts of compared models
 SEEDS, MAX_SEEDS, SWEEP_SEED = 2, 3, 100
-FREE = ("name", "model", "training.learning_rate")  # fields that may differ between compared runs
+MAY_DIFFER = (
+    "name",
+    "model",
+    "training.learning_rate",
+)  # fields that may differ between compared runs
 MAX_EXTENSIONS = 2  # of a sweep whose best learning rate is the lowest or the highest
 MINUTE = 60.0
 STANDARD_ERRORS = 2.0  # that a mean difference must exceed to decide a claim
@@ -290,12 +294,12 @@ def _images() -> Suite:
             _image_model("lion_d_natural_tiny", **wide),
         ),
         **{
-            f"lion_s_natural_{place}": (
-                f"LION-s natural, {place} decay",
+            f"lion_s_natural_{decay_at}": (
+                f"LION-s natural, {decay_at} decay",
                 "lion",
-                configs.replace(natural, {"mixer.decay_at": place}),
+                configs.replace(natural, {"mixer.decay_at": decay_at}),
             )
-            for place in ("target", "symmetric")
+            for decay_at in ("target", "symmetric")
         },
     }
     return Suite(
@@ -623,24 +627,24 @@ def find_suite(name: str) -> Suite:
     return SUITES[name]()
 
 
-def queue(results: Results) -> list[StudyRun]:
+def planned_runs(results: Results) -> list[StudyRun]:
     """Return all runs in training order, including finished ones.
 
     Third seeds are included only if they can decide a claim.
     """
     runs: dict[str, StudyRun] = {}
-    reached: set[tuple[str, str]] = set()
+    scheduled: set[tuple[str, str]] = set()
     for suite, index in ORDER:
         names = find_suite(suite).order[index]
         families = dict.fromkeys(find_suite(suite).variants[name].family for name in names)
-        found = [run for family in families for run in _sweep(suite, family, results)]
-        found += [_run(suite, name, seed, results) for seed in range(SEEDS) for name in names]
-        reached |= {(suite, name) for name in names}
+        group = [run for family in families for run in _sweep(suite, family, results)]
+        group += [_run(suite, name, seed, results) for seed in range(SEEDS) for name in names]
+        scheduled |= {(suite, name) for name in names}
         for claim in CLAIMS:
             pair = [(claim.suite, claim.better), (claim.suite, claim.worse)]
-            if reached >= set(pair) and can_be_decided(claim, results):
-                found += [_run(*each, SEEDS, results) for each in pair]
-        runs |= {run.name: run for run in found if run.name not in runs}
+            if scheduled >= set(pair) and can_be_decided(claim, results):
+                group += [_run(*model, SEEDS, results) for model in pair]
+        runs |= {run.name: run for run in group if run.name not in runs}
     return list(runs.values())
 
 
@@ -651,13 +655,13 @@ def differences(claim: Claim, results: Results) -> dict[int, float]:
     """
     metric = find_suite(claim.suite).metric
     sign = 1.0 if metric == "accuracy" else -1.0
-    found = {}
+    by_seed = {}
     for seed in range(MAX_SEEDS):
         pair = [f"{claim.suite}-{name}-{seed}" for name in (claim.better, claim.worse)]
         if all(name in results for name in pair):
             better, worse = (results[name].final(metric) for name in pair)
-            found[seed] = sign * (better - worse) + claim.margin
-    return found
+            by_seed[seed] = sign * (better - worse) + claim.margin
+    return by_seed
 
 
 def can_be_decided(claim: Claim, results: Results) -> bool:
@@ -666,8 +670,8 @@ def can_be_decided(claim: Claim, results: Results) -> bool:
     It cannot if the first two differences have different signs: for any third difference, the
     absolute value of the mean is then at most twice its standard error.
     """
-    found = differences(claim, results)
-    return found.keys() >= set(range(SEEDS)) and math.prod(found[i] for i in range(SEEDS)) > 0
+    by_seed = differences(claim, results)
+    return by_seed.keys() >= set(range(SEEDS)) and math.prod(by_seed[i] for i in range(SEEDS)) > 0
 
 
 def sweep_name(suite: str, family: str, rate: float) -> str:
@@ -713,18 +717,18 @@ def _best_rate(suite: str, family: str, rates: Sequence[float], results: Results
 
 def _sweep(suite: str, family: str, results: Results) -> Iterator[StudyRun]:
     """Yield the sweep of a family: one run of its first variant at each learning rate."""
-    found = find_suite(suite)
-    name = next(name for name, each in found.variants.items() if each.family == family)
+    definition = find_suite(suite)
+    name = next(name for name, variant in definition.variants.items() if variant.family == family)
     for rate in swept_rates(suite, family, results):
-        changes = {**found.sweep, "training.learning_rate": rate, "training.seed": SWEEP_SEED}
+        changes = {**definition.sweep, "training.learning_rate": rate, "training.seed": SWEEP_SEED}
         yield StudyRun(
             suite=suite,
             variant=name,
             family=family,
             seed=SWEEP_SEED,
-            config=configs.replace(found.variants[name].run, changes),
+            config=configs.replace(definition.variants[name].run, changes),
             is_sweep=True,
-            minutes=found.sweep_minutes,
+            minutes=definition.sweep_minutes,
         )
 
 
@@ -755,22 +759,22 @@ def check_results(results: Results) -> None:
     for suite in SUITES:
         variants = find_suite(suite).variants
         families = dict.fromkeys(variant.family for variant in variants.values())
-        found = [run for family in families for run in _sweep(suite, family, results)]
-        found += [
+        suite_runs = [run for family in families for run in _sweep(suite, family, results)]
+        suite_runs += [
             _run(suite, name, seed, results) for name in variants for seed in range(MAX_SEEDS)
         ]
-        runs |= {run.name: run for run in found}
+        runs |= {run.name: run for run in suite_runs}
     for name, result in results.items():
         if name not in runs:
             raise ValueError(f"{name} has a result, but it is not a run of the study: remove it")
-        if changes := list(_changes(runs[name], result)):
+        if changes := list(_changed_settings(runs[name], result)):
             raise ValueError(
                 f"the result of {name} has other settings than the queue ({', '.join(changes)}): "
                 "remove it, and train the run again"
             )
 
 
-def _changes(run: StudyRun, result: Result) -> Iterator[str]:
+def _changed_settings(run: StudyRun, result: Result) -> Iterator[str]:
     """Yield the names of settings in which a result differs from its run in the queue."""
     for name in ("suite", "variant", "family", "seed", "is_sweep", "minutes"):
         if getattr(run, name) != getattr(result, name):
@@ -810,7 +814,7 @@ def check_fairness() -> None:
         if suite in TIMED:
             continue
         for path, *values in configs.differences(first.run, second.run):
-            if not any(path == free or path.startswith(f"{free}.") for free in FREE):
+            if not any(path == prefix or path.startswith(f"{prefix}.") for prefix in MAY_DIFFER):
                 raise ValueError(
                     f"{suite}: {path} is {values[0]} for {a}, but {values[1]} for {b}, expected "
                     "equal values"

@@ -32,18 +32,18 @@ from onescan.experiments.tasks import Task
 from onescan.experiments.training import RunConfig, read_metrics, train
 
 ROOT = Path(__file__).parents[1]
-FILES = {
+DATA_FILES = {
     "images": ("cifar10-train.parquet", "cifar10-test.parquet"),
     "text": (queue.SHAKESPEARE,),
 }
-KINDS = {
+DATA_KINDS = {
     queue.CIFAR10: "images",
     queue.CIFAR10_TRAIN: "images",
     queue.SHAKESPEARE: "text",
     queue.SHAKESPEARE_TRAIN: "text",
 }
 HELD_OUT = 0.1  # fraction of the text, as in the recipes
-NICE = 19
+NICENESS = 19
 INTERRUPTED, BUSY = 130, 75  # exit codes
 CALIBRATION = 24  # steps that are timed to plan a run; the first third is ignored
 MAX_DEVIATION = 0.1  # of the actual training time from the planned one, as a fraction
@@ -51,12 +51,12 @@ TIMED_EVALUATIONS = 8
 MAX_TOKENS = 2**16 + 1  # of the test text, for perplexities by length
 
 
-def train_run(chosen: StudyRun, data: Path, results: Path, folder: Path) -> None:
+def train_run(run: StudyRun, data: Path, results: Path, folder: Path) -> None:
     """Train one run in this process, which then exits with a code if it did not finish."""
     check_writable(results)
     torch.set_num_threads(1)
-    if chosen.suite not in queue.TIMED:
-        os.nice(NICE)
+    if run.suite not in queue.TIMED:
+        os.nice(NICENESS)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         try:
@@ -65,7 +65,7 @@ def train_run(chosen: StudyRun, data: Path, results: Path, folder: Path) -> None
             print(f"error: {error}", file=sys.stderr)
             sys.exit(BUSY)
         try:
-            finish(chosen, data, results, folder)
+            finish(run, data, results, folder)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
 
@@ -87,17 +87,17 @@ class Progress:
 
     def stop(self) -> None:
         """Add the time since the start."""
-        begin, cpu = self.start
+        wall_start, cpu_start = self.start
         self.start = time.perf_counter(), time.process_time()
-        self.wall_seconds += self.start[0] - begin
-        self.cpu_seconds += self.start[1] - cpu
+        self.wall_seconds += self.start[0] - wall_start
+        self.cpu_seconds += self.start[1] - cpu_start
 
     def save(self, file: Path) -> None:
         """Write the file."""
-        saved = {name: x for name, x in asdict(self).items() if name != "start"}
+        saved = {name: value for name, value in asdict(self).items() if name != "start"}
         write_atomically(file, lambda path: path.write_text(json.dumps(saved), encoding="utf-8"))
 
-    def resumed(self, file: Path) -> bool:
+    def resume(self, file: Path) -> bool:
         """Continue from the file, if it exists and belongs to the same commit and data."""
         if not file.exists():
             return False
@@ -109,7 +109,7 @@ class Progress:
         return True
 
 
-def finish(chosen: StudyRun, data: Path, results: Path, folder: Path) -> Result:
+def finish(run: StudyRun, data: Path, results: Path, folder: Path) -> Result:
     """Train a run to the end and write its result. Resume it if it was interrupted.
 
     A run starts over if its process was killed, or if the commit or the data has changed.
@@ -120,65 +120,67 @@ def finish(chosen: StudyRun, data: Path, results: Path, folder: Path) -> Result:
             with a given training time took longer or shorter than planned.
         OSError: If the result cannot be written. The run is kept.
     """
-    place, file = folder / chosen.name, folder / f"{chosen.name}.progress.json"
+    run_folder, file = folder / run.name, folder / f"{run.name}.progress.json"
     folder.mkdir(parents=True, exist_ok=True)
-    config, digests = with_data(chosen.config, data, folder)
-    progress = Progress(commit=clean_commit(), data=digests)
-    if not progress.resumed(file):
-        remove(place)
+    config, hashes = with_data(run.config, data, folder)
+    progress = Progress(commit=clean_commit(), data=hashes)
+    if not progress.resume(file):
+        remove(run_folder)
     try:
         file.unlink(missing_ok=True)  # if this process is killed, the run starts over
-        result = trained(chosen, config, place, progress)
+        result = train_or_resume(run, config, run_folder, progress)
         if clean_commit() != progress.commit:
-            raise ValueError(f"{ROOT} was changed while {chosen.name} was trained")
+            raise ValueError(f"{ROOT} was changed while {run.name} was trained")
         write_result(result, results)
     except BaseException:
-        if place.exists():
+        if run_folder.exists():
             progress.stop()
             progress.save(file)
         raise
-    remove(place)
+    remove(run_folder)
     return result
 
 
-def trained(chosen: StudyRun, config: RunConfig, place: Path, progress: Progress) -> Result:
+def train_or_resume(
+    run: StudyRun, config: RunConfig, run_folder: Path, progress: Progress
+) -> Result:
     """Train a run in its folder, or continue it, and return its result."""
-    if chosen.minutes is not None:
-        timing = place.with_name(f"{place.name}.timing")
-        progress.steps = progress.steps or measured_steps(config, chosen.minutes, timing)
+    if run.minutes is not None:
+        timing_folder = run_folder.with_name(f"{run_folder.name}.timing")
+        progress.steps = progress.steps or measured_steps(config, run.minutes, timing_folder)
         config = with_steps(config, progress.steps)
     error, lines, perplexities = "", [], {}
     try:
-        train(config, place)
-        lines = read_metrics(place)
-        if not chosen.is_sweep:
-            perplexities = by_length(place, queue.find_suite(chosen.suite).lengths)
+        train(config, run_folder)
+        lines = read_metrics(run_folder)
+        if not run.is_sweep:
+            perplexities = perplexities_by_length(run_folder, queue.find_suite(run.suite).lengths)
     except FloatingPointError as reason:
         error = str(reason)
     evaluations = evaluations_of(lines)
     if evaluations and not all(map(math.isfinite, evaluations[-1].values())):
         error, evaluations = "the last evaluation is not finite", []
-    if evaluations and chosen.minutes is not None:
-        check_time(evaluations[-1]["seconds"], chosen.minutes, place)
+    if evaluations and run.minutes is not None:
+        check_time(evaluations[-1]["seconds"], run.minutes, run_folder)
     progress.stop()
     return Result(
-        name=chosen.name,
-        suite=chosen.suite,
-        variant=chosen.variant,
-        family=chosen.family,
-        seed=chosen.seed,
-        is_sweep=chosen.is_sweep,
+        name=run.name,
+        suite=run.suite,
+        variant=run.variant,
+        family=run.family,
+        seed=run.seed,
+        is_sweep=run.is_sweep,
         learning_rate=config.training.learning_rate,
         parameters=queue.parameters(config.model),
         steps=max((line["step"] for line in lines), default=0),
         evaluations=evaluations,
         error=error,
-        minutes=chosen.minutes,
+        minutes=run.minutes,
         perplexities=perplexities,
         wall_seconds=round(progress.wall_seconds, 1),
         cpu_seconds=round(progress.cpu_seconds, 1),
         commit=progress.commit,
-        config=configs.to_dict(chosen.config),
+        config=configs.to_dict(run.config),
         data=progress.data,
         environment=environment(torch.device("cpu")),
     )
@@ -186,23 +188,23 @@ def trained(chosen: StudyRun, config: RunConfig, place: Path, progress: Progress
 
 def evaluations_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """Return the evaluations of a run, each with the training time so far in seconds."""
-    found, seconds = [], 0.0
+    evaluations, seconds = [], 0.0
     for line in lines:
         if line["split"] == "train":
             seconds += line["seconds"]
         elif line["split"] == "test":
-            numbers = {name: x for name, x in line.items() if name != "split"}
-            found.append(numbers | {"seconds": round(seconds, 1)})
-    return found
+            values = {name: value for name, value in line.items() if name != "split"}
+            evaluations.append(values | {"seconds": round(seconds, 1)})
+    return evaluations
 
 
-def by_length(place: Path, lengths: tuple[int, ...]) -> dict[str, float]:
+def perplexities_by_length(run_folder: Path, lengths: tuple[int, ...]) -> dict[str, float]:
     """Return the perplexity of a language model at each context length that it supports."""
     if not lengths:
         return {}
     config = LengthsConfig(lengths=lengths, max_tokens=MAX_TOKENS)
-    text = measure_lengths(str(place), config, device="cpu")
-    return {str(score.length): score.perplexity for score in text.scores}
+    evaluation = measure_lengths(str(run_folder), config, device="cpu")
+    return {str(score.length): score.perplexity for score in evaluation.scores}
 
 
 # Equal time
@@ -225,10 +227,10 @@ def with_steps(config: RunConfig, steps: int, *, evaluations: int = TIMED_EVALUA
     return replace(config, training=replace(config.training, **changes))
 
 
-def check_time(seconds: float, minutes: float, place: Path) -> None:
+def check_time(seconds: float, minutes: float, run_folder: Path) -> None:
     """Raise ValueError if training took longer or shorter than planned."""
     if abs(seconds - minutes * MINUTE) > MAX_DEVIATION * minutes * MINUTE:
-        remove(place)  # its numbers cannot be used
+        remove(run_folder)  # its numbers cannot be used
         raise ValueError(
             f"training took {seconds:.0f} s, expected {minutes * MINUTE:.0f} s to within "
             f"{MAX_DEVIATION:.0%}: are other programs running on this machine?"
@@ -240,7 +242,7 @@ def check_time(seconds: float, minutes: float, place: Path) -> None:
 
 def check_data(data: Path, kind: str) -> None:
     """Raise ValueError if a data file is missing; the message names it."""
-    for name in FILES[kind]:
+    for name in DATA_FILES[kind]:
         if not (data / name).is_file():
             raise ValueError(f"data is '{data}', which does not contain {name}")
 
@@ -254,20 +256,25 @@ def with_data(config: RunConfig, data: Path, folder: Path) -> tuple[RunConfig, d
     path = getattr(config.data, "path", None)
     if path is None:  # generated data
         return config, {}
-    kind = KINDS[path]
-    names = FILES[kind]
+    kind = DATA_KINDS[path]
+    names = DATA_FILES[kind]
     check_data(data, kind)
-    digests = {name: sha256((data / name).read_bytes()).hexdigest() for name in names}
-    place = folder.absolute() / "data"
-    (place / queue.CIFAR10).mkdir(parents=True, exist_ok=True)
+    hashes = {name: sha256((data / name).read_bytes()).hexdigest() for name in names}
+    data_folder = folder.absolute() / "data"
+    (data_folder / queue.CIFAR10).mkdir(parents=True, exist_ok=True)
     for name in names:
-        for link in (place / name, *[place / queue.CIFAR10 / name] * (kind == "images")):
+        for link in (
+            data_folder / name,
+            *[data_folder / queue.CIFAR10 / name] * (kind == "images"),
+        ):
             link.unlink(missing_ok=True)
             link.symlink_to((data / name).absolute())
     if kind == "text":
         text = (data / queue.SHAKESPEARE).read_bytes()
-        (place / queue.SHAKESPEARE_TRAIN).write_bytes(text[: round(len(text) * (1 - HELD_OUT))])
-    return configs.replace(config, {"data.path": str(place / path)}), digests
+        (data_folder / queue.SHAKESPEARE_TRAIN).write_bytes(
+            text[: round(len(text) * (1 - HELD_OUT))]
+        )
+    return configs.replace(config, {"data.path": str(data_folder / path)}), hashes
 
 
 def check_writable(results: Path) -> None:
@@ -281,9 +288,9 @@ def read_results(folder: Path) -> dict[str, Result]:
     """Read all results of a folder by name.
 
     Raises:
-        ValueError: If a file is not a result; names it.
+        ValueError: If a file is not a result. The message names it.
     """
-    found = {}
+    results = {}
     for file in sorted(folder.glob("*.json")):
         try:
             result = Result(**json.loads(file.read_text(encoding="utf-8")))
@@ -291,8 +298,8 @@ def read_results(folder: Path) -> dict[str, Result]:
             raise ValueError(f"{file} is not a result of the study: {error}") from error
         if result.name != file.stem:
             raise ValueError(f"{file} contains the result of {result.name}")
-        found[result.name] = result
-    return found
+        results[result.name] = result
+    return results
 
 
 def write_result(result: Result, folder: Path) -> None:
@@ -322,10 +329,12 @@ def clean_commit() -> str:
     return git("rev-parse", "HEAD")
 
 
-def git(*words: str) -> str:
+def git(*arguments: str) -> str:
     """Return the output of a git command in this working tree."""
     try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        completed = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ValueError(f"{ROOT} is not a git repository, or git is not installed") from error
-    return done.stdout.strip()
+    return completed.stdout.strip()

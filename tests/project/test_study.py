@@ -153,7 +153,7 @@ def test_a_third_seed_cannot_decide_if_the_first_two_signs_differ():
 
 def test_comparisons_are_fair_and_run_names_are_unique():
     study_queue.check_fairness()
-    runs = study_queue.queue({})
+    runs = study_queue.planned_runs({})
     names = [run.name for run in runs]
     assert len(set(names)) == len(names)
     for suite, index in study_queue.ORDER:
@@ -202,10 +202,10 @@ def test_unfair_comparisons_raise_an_error(tiny, changes, tolerance, message, mo
 
 
 def test_the_sweep_chooses_the_learning_rate(tiny):
-    names = [run.name for run in study_queue.queue({})]
+    names = [run.name for run in study_queue.planned_runs({})]
     assert names == [*SWEEP, "digits-full-0", "digits-plain-0", "digits-full-1", "digits-plain-1"]
-    assert [run.rate_is_known for run in study_queue.queue({})] == [True] * 2 + [False] * 4
-    runs = study_queue.queue(swept())
+    assert [run.rate_is_known for run in study_queue.planned_runs({})] == [True] * 2 + [False] * 4
+    runs = study_queue.planned_runs(swept())
     assert all(run.rate_is_known for run in runs)
     assert {run.config.training.learning_rate for run in runs[2:]} == {2e-3}
     assert [run.config.training.seed for run in runs] == [100, 100, 0, 0, 1, 1]
@@ -215,7 +215,7 @@ def test_the_sweep_chooses_the_learning_rate(tiny):
             "digits-sweep-tiny-0.002", error="the loss is nan", evaluations=[]
         )
     }
-    assert study_queue.queue(diverged)[2].config.training.learning_rate == 1e-3
+    assert study_queue.planned_runs(diverged)[2].config.training.learning_rate == 1e-3
 
 
 def test_a_sweep_is_extended_while_the_best_rate_is_at_its_edge(tiny, monkeypatch):
@@ -244,7 +244,7 @@ def test_a_sweep_is_extended_while_the_best_rate_is_at_its_edge(tiny, monkeypatc
 
 def test_a_third_seed_is_trained_where_it_can_decide(tiny):
     def queued(**values):
-        return [run.name for run in study_queue.queue(swept() | results(**values))]
+        return [run.name for run in study_queue.planned_runs(swept() | results(**values))]
 
     third = ["digits-full-2", "digits-plain-2"]
     assert not set(third) & set(queued(full_0=0.6, plain_0=0.5, full_1=0.6))
@@ -268,7 +268,7 @@ def test_lower_losses_support_a_claim(tiny, monkeypatch):
 
 
 def finish(name, folder, found=None):
-    runs = {run.name: run for run in study_queue.queue(found or {})}
+    runs = {run.name: run for run in study_queue.planned_runs(found or {})}
     return study_run.finish(runs[name], folder, folder / "results", folder)
 
 
@@ -286,7 +286,7 @@ def test_runs_with_equal_seeds_are_equal_and_others_differ(tiny, tmp_path):
     assert first.steps == 6
     assert first.cpu_seconds > 0
     assert first.config["training"]["learning_rate"] == first.learning_rate == 2e-3
-    assert first.parameters == study_queue.parameters(study_queue.queue({})[0].config.model)
+    assert first.parameters == study_queue.parameters(study_queue.planned_runs({})[0].config.model)
     assert len(first.commit) == 40
 
 
@@ -355,7 +355,7 @@ def test_a_diverged_run_has_a_result(tiny, tmp_path, monkeypatch):
     found = finish("digits-sweep-tiny-1e+30", tmp_path)
     assert "training diverged at step 1" in found.error
     assert found.evaluations == []
-    assert study_page.number("accuracy", [found]) == "diverged"
+    assert study_page.format_metric("accuracy", [found]) == "diverged"
 
 
 @pytest.mark.slow
@@ -407,7 +407,7 @@ def test_code_that_changes_during_a_run_gives_no_result(tiny, tmp_path, monkeypa
 
 def test_one_process_trains_in_a_folder(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "nice", lambda _: None)
-    run = study_queue.queue({})[0]
+    run = study_queue.planned_runs({})[0]
 
     def taken(folder):
         raise ValueError(f"{folder} is in use")
@@ -548,7 +548,7 @@ def test_status_estimates_cpu_time_from_finished_runs(tiny, tmp_path, capsys, mo
 
 
 def test_errors_name_missing_data_files(tmp_path):
-    run = study_queue.queue({})[0]
+    run = study_queue.planned_runs({})[0]
     with pytest.raises(ValueError, match=r"which does not contain cifar10-train.parquet"):
         study_run.with_data(run.config, tmp_path, tmp_path)
 
@@ -556,7 +556,7 @@ def test_errors_name_missing_data_files(tmp_path):
 def test_sweeps_do_not_read_the_test_data(tmp_path):
     text = b"to be or not to be, that is the question\n" * 50
     (tmp_path / "tinyshakespeare.txt").write_bytes(text)
-    runs = {run.name: run for run in study_queue.queue({})}
+    runs = {run.name: run for run in study_queue.planned_runs({})}
     for name, part in (("text-sweep-lightnet-0.003", 0.9), ("text-lightnet-0", 1.0)):
         config, digests = study_run.with_data(runs[name].config, tmp_path, tmp_path / "runs")
         assert Path(config.data.path).read_bytes() == text[: round(part * len(text))]
@@ -706,13 +706,13 @@ def test_a_page_that_fails_leaves_the_old_one(tiny, tmp_path):
 
 def test_a_family_whose_sweep_diverged_does_not_stop_the_others(tiny, tmp_path):
     found = {name: diverged(name) for name in SWEEP}
-    assert not any(run.rate_is_known for run in study_queue.queue(found)[2:])
+    assert not any(run.rate_is_known for run in study_queue.planned_runs(found)[2:])
     study_queue.check_results(found)
     assert "| Model full | diverged | diverged |" in page_of(found, tmp_path)
 
 
 def test_sweeps_of_generated_images_do_not_read_the_test_digits():
-    runs = {run.name: run for run in study_queue.queue({})}
+    runs = {run.name: run for run in study_queue.planned_runs({})}
     sweep, final = (
         runs[name].config.data.build()
         for name in ("time-sweep-lightnet-0.001", "time-lightnet_64_5min-0")
