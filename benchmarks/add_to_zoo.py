@@ -130,19 +130,19 @@ def _without_paths(manifest: Manifest, recipe: Any) -> Manifest:
     run = dataclasses.replace(manifest.run, machine=recipe.machine)
     path = getattr(run.data, "path", None)
     if path is not None:
-        shown = recipe.data.path or Path(path).name
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=shown))
+        relative_path = recipe.data.path or Path(path).name
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=relative_path))
     return dataclasses.replace(manifest, run=run, environments=())
 
 
 def _command(manifest: Manifest, recipe: Any) -> str:
     """Return the command of the run, with PATH for the place of its data."""
     flags = ""
-    for field, here, _ in configs.differences(manifest.run, recipe):
+    for field, value, _ in configs.differences(manifest.run, recipe):
         if field.startswith("machine."):
             continue
-        value = "PATH" if field == "data.path" else here
-        flags += f" \\\n  --{field.replace('_', '-')} {value}"
+        shown_value = "PATH" if field == "data.path" else value
+        flags += f" \\\n  --{field.replace('_', '-')} {shown_value}"
     return f"onescan train {recipe.name}{flags}"
 
 

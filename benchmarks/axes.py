@@ -157,13 +157,13 @@ def main(options: Options) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     for plot, target in zip(figure.subplots(1, len(TARGETS), sharey=True), TARGETS, strict=True):
         for encoding in options.encodings:
-            every = [results[f"{axes}, {encoding}"] for axes in options.axes]
-            means = [statistics.mean(run[target] for run in runs) for runs in every]
+            runs_by_axes = [results[f"{axes}, {encoding}"] for axes in options.axes]
+            means = [statistics.mean(run[target] for run in runs) for runs in runs_by_axes]
             plot.plot(options.axes, means, marker="o", label=encoding)
         plot.set(title=target, xlabel="axes", ylabel="test accuracy", xticks=options.axes)
     plot.legend()
-    where = environment(torch.device("cpu"))
-    write(options.out, "axes", figure, options=options, environment=where, results=results)
+    machine = environment(torch.device("cpu"))
+    write(options.out, "axes", figure, options=options, environment=machine, results=results)
 
 
 def mean_and_deviation(values: list[float]) -> str:

@@ -91,7 +91,7 @@ def axis_of(
         ValueError: If some networks classify images and others are language models; `name` and
             `values` are the option that lists them.
     """
-    kinds = {isinstance(each, ImageClassifierConfig) for each in networks}
+    kinds = {isinstance(network, ImageClassifierConfig) for network in networks}
     if len(kinds) != 1:
         raise ValueError(
             f"{name} are {tuple(values)}, expected only image classifiers or only masked language "
@@ -120,7 +120,7 @@ def network_case(config: Network, mode: str, size: int, options: Options) -> Cas
     """
     if not isinstance(config.mixer, SoftmaxMixerConfig):
         check_backend(options)
-    model = place(resized(config, size).build, options)
+    model = build_on_device(resized(config, size).build, options)
     if isinstance(config, ImageClassifierConfig):
         return image_case(model, mode, (config.channels, size, size), options)
     shape, device = (options.batch_size, size), find_device(options.device)
@@ -145,7 +145,7 @@ def image_case(model: nn.Module, mode: str, size: Sequence[int], options: Option
     return case._replace(items=options.batch_size)
 
 
-def place(build: Callable[[], nn.Module], options: Options) -> nn.Module:
+def build_on_device(build: Callable[[], nn.Module], options: Options) -> nn.Module:
     """Build a model on the device, in the data type, and compiled if requested."""
     device = find_device(options.device)
     with device:  # drawing a billion weights on a CPU takes long

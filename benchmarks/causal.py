@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 import harness
 import torch
 from benchmark_cases import (
+    build_on_device,
     check_backend,
     import_fla,
     model_case,
     noise,
     op_case,
-    place,
     softmax,
 )
 from harness import BACKWARD, FORWARD, INFERENCE, TRAINING, Case, find_device, run_benchmark
@@ -125,12 +125,12 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
     vocab_size = SHAPES[options.model_size].vocab_size
     ids = torch.randint(vocab_size, size, device=find_device(options.device))
     if name in FLA:
-        model = place(partial(fla_model, name, options.model_size, options), options)
+        model = build_on_device(partial(fla_model, name, options.model_size, options), options)
         loss = partial(fused_loss, model, ids)
     else:
         if name != "softmax":
             check_backend(options)
-        model = place(our_config(name, options.model_size, tokens).build, options)
+        model = build_on_device(our_config(name, options.model_size, tokens).build, options)
         loss = partial(next_token_loss, model, ids)
     case = model_case(model, lambda: model(ids), loss, mode)
     return case._replace(items=ids.numel())

@@ -96,11 +96,11 @@ def main() -> None:
     ]
     failed = 0
     with ProcessPoolExecutor(args.jobs) as pool:
-        for job, found in zip(jobs, pool.map(compile_job, jobs), strict=True):
-            error = found.error or problem(found, job.chip)
+        for job, compiled in zip(jobs, pool.map(compile_job, jobs), strict=True):
+            error = compiled.error or problem(compiled, job.chip)
             failed += bool(error)
-            used = f"{found.registers:>10}{found.spills:>8}{found.shared_kib:>8.1f}  {found.matrix}"
-            row = f"{job.name:<48}{job.data:<6}{job.chip:<8}{used} {error}"
+            resources = f"{compiled.registers:>10}{compiled.spills:>8}{compiled.shared_kib:>8.1f}"
+            row = f"{job.name:<48}{job.data:<6}{job.chip:<8}{resources}  {compiled.matrix} {error}"
             print(row.rstrip(), flush=True)
     print(f"{len(jobs)} builds, {failed} failed")
     sys.exit(bool(failed))
@@ -116,11 +116,11 @@ def builds_of(file: str, data: str, chip: str) -> list[Build]:
     return list(builds(import_module(f"onescan.kernels.{file}"), data, chip))
 
 
-def problem(found: Compiled, chip: str) -> str:
+def problem(compiled: Compiled, chip: str) -> str:
     limit = shared_memory_kib(chip)
-    if found.spills > SPILLED:
+    if compiled.spills > SPILLED:
         return "SPILLS"
-    return f"MORE THAN {limit} KiB OF SHARED MEMORY" if found.shared_kib > limit else ""
+    return f"MORE THAN {limit} KiB OF SHARED MEMORY" if compiled.shared_kib > limit else ""
 
 
 def compile_job(job: Job) -> Compiled:
@@ -179,10 +179,10 @@ def run_tool(program: str, *arguments: str | bytes) -> str:
 
 
 def number(text: str, pattern: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise LookupError(f"the compiler's output has no match for {pattern}")
-    return int(found[1])
+    return int(match[1])
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def _exchanged(
     output: Tensor, sent: Tensor, counts: list[int] | None = None, *_: Any, group: Any
 ) -> int:
     """Return the bytes received in an all-to-all, except those that a rank sends to itself."""
-    own = len(output) // group.size() if counts is None else counts[group.rank()]
-    return output.nbytes - output[:own].nbytes
+    sent_to_self = len(output) // group.size() if counts is None else counts[group.rank()]
+    return output.nbytes - output[:sent_to_self].nbytes
 
 
 class Sizes(NamedTuple):
@@ -238,20 +238,20 @@ LAYERS = {
 
 def _ulysses(s: Sizes) -> tuple[float, float] | None:
     """Exchange queries, keys, values and outputs; each rank has whole heads."""
-    each = s.exchanged(4 * s.tokens * s.width / s.ranks * s.narrow)
-    return None if s.ranks > s.heads else (each, each)
+    received = s.exchanged(4 * s.tokens * s.width / s.ranks * s.narrow)
+    return None if s.ranks > s.heads else (received, received)
 
 
 def _ring(s: Sizes) -> tuple[float, float]:
     """Pass keys and values through all ranks; in the backward pass, with their gradients."""
-    each = s.exchanged(2 * s.tokens * s.width * s.narrow)
-    return each, 2 * each
+    forward = s.exchanged(2 * s.tokens * s.width * s.narrow)
+    return forward, 2 * forward
 
 
 def _all_gather(s: Sizes) -> tuple[float, float]:
     """Gather keys and values; the backward pass reduces and scatters their gradients."""
-    each = s.exchanged(2 * s.tokens * s.width * s.narrow)
-    return each, each
+    received = s.exchanged(2 * s.tokens * s.width * s.narrow)
+    return received, received
 
 
 BASELINES = {

@@ -49,12 +49,14 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
         return copy_case((q, k, v, log_decay), mode)
     if name == "delta_rule":
         beta = noise(options, *shape[:-1]).sigmoid()
-        return op_case(update, (q, normalize(k, dim=-1), v, beta, log_decay), mode, options)
+        return op_case(
+            delta_rule_output, (q, normalize(k, dim=-1), v, beta, log_decay), mode, options
+        )
     op = fla_op(name, options) if name in FLA else our_op(name, options)
     return op_case(op, (q, k, v, log_decay), mode, options)
 
 
-def update(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
+def delta_rule_output(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
     return delta_rule(q, k, v, beta, log_decay)[0]
 
 
@@ -80,13 +82,13 @@ def fla_op(name: str, options: Options) -> Callable[..., Tensor]:
     kernel = getattr(import_fla(f"fla.ops.{module}", options), f"chunk_{module}")
 
     def two_calls(*inputs: Tensor) -> Tensor:
-        back = kernel(*(x.flip(1) for x in inputs), scale=1.0)[0]
-        return kernel(*inputs, scale=1.0)[0] + back.flip(1)
+        backward = kernel(*(x.flip(1) for x in inputs), scale=1.0)[0]
+        return kernel(*inputs, scale=1.0)[0] + backward.flip(1)
 
     def doubled_batch(*inputs: Tensor) -> Tensor:
         both = kernel(*(torch.cat((x, x.flip(1))) for x in inputs), scale=1.0)[0]
-        forth, back = both.chunk(2)
-        return forth + back.flip(1)
+        forward, backward = both.chunk(2)
+        return forward + backward.flip(1)
 
     return two_calls if name == "fla_two_calls" else doubled_batch
 

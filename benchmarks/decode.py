@@ -4,11 +4,11 @@ python benchmarks/decode.py
 
 python benchmarks/decode.py --candidates lion_s lion_s_without_state softmax softmax_without_cache
 
-No text is processed. A linear state has the same size after any number of tokens, so the
-state after one token is used for all context lengths. The softmax model's cache contains noise of
-the size that it has after the context. The candidates "without" read the whole context again for
-each token: LION-s as full attention, and the softmax model without a cache. The second command
-compares LION's Fig. 6, arXiv:2502.16249.
+No text is processed. A linear state has the same size after any number of tokens, so the state
+after one token is used for all context lengths. The softmax model's cache contains noise of the
+size that it has after the context. Candidates with "without" in their name read the whole context
+again for each token: LION-s as full attention, and the softmax model without a cache. The second
+command is for LION's Fig. 6, arXiv:2502.16249.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import Any
 import causal
 import harness
 import torch
-from benchmark_cases import check_backend, place
+from benchmark_cases import build_on_device, check_backend
 from harness import Case, find_device, run_benchmark
 from results import Benchmark
 from torch import Tensor
@@ -52,8 +52,8 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
         return recomputed_case(RECOMPUTED[name], tokens, options)
     if name in causal.FLA:
         build = partial(causal.fla_model, name, options.model_size, options)
-        model = place(build, options).eval()
-        state = held = model(input_ids=token, use_cache=True).past_key_values
+        model = build_on_device(build, options).eval()
+        state = state_tensors = model(input_ids=token, use_cache=True).past_key_values
 
         def step() -> object:
             return model(input_ids=token, past_key_values=state, use_cache=True).logits
@@ -62,18 +62,20 @@ def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
         if name != "softmax":
             check_backend(options)
         # one position, because more would count as parameters
-        model = place(causal.our_config(name, options.model_size, max_tokens=1).build, options)
+        model = build_on_device(
+            causal.our_config(name, options.model_size, max_tokens=1).build, options
+        )
         state = model.eval()(token)[1]
         if name == "softmax":
             blocks = map_tensors(partial(lengthened, tokens=tokens), state.blocks)
             state = state._replace(position=torch.zeros_like(token[:, 0]), blocks=blocks)
-        held = flatten_state(state)
+        state_tensors = flatten_state(state)
 
         def step() -> object:
             return model(token, state)[0]
 
     parameters = sum(p.numel() for p in model.parameters())
-    return Case(torch.no_grad()(step), len(token), parameters, state_mib(held))
+    return Case(torch.no_grad()(step), len(token), parameters, state_mib(state_tensors))
 
 
 def recomputed_case(name: str, tokens: int, options: Options) -> Case:
@@ -82,7 +84,7 @@ def recomputed_case(name: str, tokens: int, options: Options) -> Case:
     if isinstance(config.mixer, LionMixerConfig):
         check_backend(options)
         config = configs.replace(config, {"mixer.form": "full"})
-    model = place(config.build, options).eval()
+    model = build_on_device(config.build, options).eval()
     size, device = (options.batch_size, tokens + 1), find_device(options.device)
     text = torch.zeros(size, dtype=torch.long, device=device)
     parameters = sum(p.numel() for p in model.parameters())

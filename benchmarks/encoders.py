@@ -3,9 +3,9 @@
 python benchmarks/encoders.py
 python benchmarks/encoders.py --candidates vit/softmax vit/lightnet vit/lion vit/delta
 
-Models have random weights, 4 layers, a width of 96 and 4 heads by default. BERT reads tokens, ViT
-patches of 4 x 4 pixels of an image with two square halves or one square. Ratios are times relative
-to the same model with softmax attention (sdpa).
+Models have random weights, 4 layers, a width of 96 and 4 heads by default. BERT reads tokens. ViT
+reads patches of 4 x 4 pixels of an image that is a square, or two squares side by side. Ratios are
+times relative to the first candidate, by default BERT with softmax attention (SDPA).
 """
 
 import math

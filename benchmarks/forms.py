@@ -88,17 +88,17 @@ def supported(options: Options) -> tuple[str, ...]:
     if not options.presets:
         raise ValueError("presets is empty, expected at least one model")
     names: list[str] = []
-    for each in options.presets:
-        mixer = config_of(options, each).mixer
-        if "/" in each:
-            dry_run(options, each)
-            names.append(each)
+    for candidate in options.presets:
+        mixer = config_of(options, candidate).mixer
+        if "/" in candidate:
+            dry_run(options, candidate)
+            names.append(candidate)
         elif not hasattr(mixer, "form"):
-            names.append(each)
+            names.append(candidate)
         else:
-            forms = forms_of(config_of(options, each))[1:]  # the first is "auto"
+            forms = forms_of(config_of(options, candidate))[1:]  # the first is "auto"
             chunks = [f"chunk-{n}" for n in options.chunk_sizes] if "chunk" in forms else []
-            prefix = f"{each}/" if len(options.presets) > 1 else ""
+            prefix = f"{candidate}/" if len(options.presets) > 1 else ""
             possible = (*(f for f in forms if f != "chunk"), *chunks)
             names += [prefix + form for form in possible if runs(options, prefix + form)]
     return tuple(names)

@@ -28,7 +28,7 @@ from onescan.experiments.training import RunConfig, RunResult, read_metrics, tra
 LIGHTNET, DIT = "cifar10_denoiser_lightnet", "cifar10_denoiser_dit"
 CANDIDATES = (LIGHTNET, f"{LIGHTNET}/without_tpe", f"{LIGHTNET}/without_lrpe", DIT)
 CLASSIFIER = "cifar10_lightnet"
-# of equal size within a percent; 8 x 8 patches
+# LightNet and DiT are of equal size within a percent; images have 8 x 8 patches.
 SMALL = {"width": 96, "depth": 4, "patch_size": (4, 4), "init_std": 0.1}
 SMALL_DIT = SMALL | {"depth": 3}
 # as in LightNet's Figure 4, which has four sizes of models and three of patches
@@ -117,12 +117,12 @@ def prepare(name: str, options: Options, classifier: Path) -> RunConfig:
 
 def distances(results: list[RunResult]) -> dict[int, list[float]]:
     """Return the feature distances of all seeds at each evaluation, by step."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for result in results:
         for line in read_metrics(result.folder):
             if line["split"] == "test":
-                found.setdefault(line["step"], []).append(line["feature_distance"])
-    return found
+                by_step.setdefault(line["step"], []).append(line["feature_distance"])
+    return by_step
 
 
 def deviation(values: list[float]) -> float:
@@ -142,12 +142,12 @@ def main(options: Options) -> None:
             training = replace(run.training, seed=seed)
             folder = options.out / name.replace("/", "_") / f"seed-{seed}"
             results[name].append(train(replace(run, training=training), folder, progress=True))
-    found = {name: distances(seeds) for name, seeds in results.items()}
-    steps = list(found[names[0]])
+    distances_by_name = {name: distances(seeds) for name, seeds in results.items()}
+    steps = list(distances_by_name[names[0]])
     rows = [["feature distance", *(f"step {step}" for step in steps), "classified as requested"]]
     figure = Figure(figsize=(7, 5), layout="constrained")
     axis = figure.subplots()
-    for name, by_step in found.items():
+    for name, by_step in distances_by_name.items():
         means = [statistics.mean(by_step[step]) for step in steps]
         spreads = [deviation(by_step[step]) for step in steps]
         accuracy = statistics.mean(run.metrics["label_accuracy"] for run in results[name])
@@ -157,8 +157,15 @@ def main(options: Options) -> None:
     print("\n".join(aligned(rows)))
     axis.set(xlabel="training steps", ylabel="Frechet distance in the classifier's features")
     axis.legend()
-    where = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    write(options.out, "generation", figure, options=options, environment=where, distances=found)
+    machine = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    write(
+        options.out,
+        "generation",
+        figure,
+        options=options,
+        environment=machine,
+        distances=distances_by_name,
+    )
     folders = [result.folder for seeds in results.values() for result in seeds]
     print(f"report: {write_comparison(folders, options.out / 'compare.html')}")
 

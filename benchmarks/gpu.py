@@ -1,12 +1,12 @@
-"""Check onescan's kernels on a GPU, compare their speed with others, and write a report.
+"""Check onescan's kernels on a GPU, compare their speed with other libraries, and write a report.
 
 python benchmarks/gpu.py                             correctness and speed, about 10 minutes
 python benchmarks/gpu.py quick                       what `make gpu` runs
 python benchmarks/gpu.py correctness --everything    what `GPU_TESTS=all make gpu` runs
 python benchmarks/gpu.py speed --limit 330           in at most 330 seconds
-python benchmarks/gpu.py check edges                 some stages
-python benchmarks/gpu.py memcheck                    invalid addresses, with compute-sanitizer
-python benchmarks/gpu.py --dry-run                   everything on a CPU, tiny and interpreted
+python benchmarks/gpu.py check edges                 only these stages
+python benchmarks/gpu.py memcheck                    finds invalid addresses with compute-sanitizer
+python benchmarks/gpu.py --dry-run                   everything at tiny sizes, interpreted on a CPU
 
 Each stage runs in its own process with a time limit and writes each result immediately, so a crash
 or a hang loses only the rest of one stage. OUT/report.md sums up OUT/results.jsonl. Needs
@@ -42,25 +42,25 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "environment": Stage(40, "versions, bandwidth of a copy, speed of products"),
-    "check": Stage(100, "errors of every op, call and dtype, both passes, against float64"),
+    "environment": Stage(40, "versions, bandwidth of a copy, speed of matrix products"),
+    "check": Stage(100, "errors of all ops in each dtype, forward and backward, against float64"),
     "edges": Stage(80, "NaN, large offsets, streams, AMP, graphs, determinism, compilation, DDP"),
     "tests": Stage(150, "the project's tests of kernels"),
-    "compile": Stage(90, "compiles what is timed, in parallel"),
-    "ops": Stage(90, "time of ops beside softmax attention and a copy"),
+    "compile": Stage(90, "compilation of all timed kernels, in parallel"),
+    "ops": Stage(90, "time of ops compared with softmax attention and a copy"),
     "models": Stage(80, "time and memory of training steps of whole models"),
     "decode": Stage(40, "time per generated token"),
     "fla": Stage(80, "time of flash-linear-attention"),
-    "memcheck": Stage(120, "invalid addresses"),
+    "memcheck": Stage(120, "search for invalid addresses"),
 }
 GROUPS = {
     "quick": ("environment", "check", "edges"),
     "correctness": ("environment", "check", "edges", "tests"),
     "speed": ("environment", "compile", "ops", "models", "decode", "fla"),
 }
-EVERYTHING_S = 1500.0  # for each stage
+EVERYTHING_STAGE_S = 1500.0  # for each stage
 WORKERS = min(12, os.cpu_count() or 1)  # processes of pytest
-LEAST_S = 5.0  # for a stage to start
+MIN_STAGE_S = 5.0  # for a stage to start
 
 
 def main() -> int:
@@ -122,21 +122,21 @@ def run_stages(options: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULTS).unlink(missing_ok=True)
     session, begin = session_of(options), time.monotonic()
-    names = [each for name in options.stages for each in GROUPS.get(name, (name,))]
+    names = [stage for name in options.stages for stage in GROUPS.get(name, (name,))]
     for name in dict.fromkeys(names):
         seconds = STAGES[name].seconds
         if options.everything:
-            seconds = EVERYTHING_S
+            seconds = EVERYTHING_STAGE_S
         if options.limit is not None:
             seconds = min(seconds, options.limit - (time.monotonic() - begin))
-        if seconds < LEAST_S:
+        if seconds < MIN_STAGE_S:
             session.add("stages", name=name, ended="no time left", seconds=0.0)
             continue
         print(f"{name}: {STAGES[name].about}", flush=True)
         start = time.monotonic()
         ended = run_process(name, seconds, options)
-        taken = round(time.monotonic() - start, 1)
-        session.add("stages", name=name, ended=ended, seconds=taken)
+        elapsed = round(time.monotonic() - start, 1)
+        session.add("stages", name=name, ended=ended, seconds=elapsed)
     report = write_report(session)
     print(f"\n{report.read_text(encoding='utf-8')}\nreport: {report}")
     return 1 if problems(session) else 0
@@ -192,17 +192,17 @@ def describe() -> dict[str, object]:
     """Return the versions, and the GPU if there is one."""
     import torch
 
-    found: dict[str, object] = {"python": sys.version.split()[0], "cpus": os.cpu_count()}
+    facts: dict[str, object] = {"python": sys.version.split()[0], "cpus": os.cpu_count()}
     for package in ("onescan", "torch", "triton", "flash-linear-attention"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
-        found["cuda"] = torch.version.cuda or torch.version.hip
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+    return facts
 
 
 # Tests
@@ -238,9 +238,9 @@ def run_tests(options: argparse.Namespace) -> int:
     if options.dry_run:
         runs = [("not compile and not slow", ["-k", "rounding"])]
         files = [name for name in files if name.endswith("test_launch.py")]
-    worst = 0
-    for number, (marks, selected) in enumerate(runs):
-        log = options.out / f"tests-{number}.txt"
+    first_failure = 0
+    for index, (marks, selected) in enumerate(runs):
+        log = options.out / f"tests-{index}.txt"
         with log.open("w", encoding="utf-8") as file:
             command = [*pytest_command(marks, selected), *files]
             code = subprocess.run(
@@ -251,8 +251,8 @@ def run_tests(options: argparse.Namespace) -> int:
             if line.startswith(("FAILED ", "ERROR ")):
                 session.add("tests", ok=False, name=line[:300])
         session.add("tests", ok=code == 0, summary=lines[-1] if lines else "", marks=marks)
-        worst = worst or code
-    return worst
+        first_failure = first_failure or code
+    return first_failure
 
 
 if __name__ == "__main__":

@@ -108,12 +108,14 @@ def results(call: Call, inputs: Inputs, backend: Any) -> list[Tensor]:
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = call.run(leaves, backend)
     generator = torch.Generator().manual_seed(0)
-    slopes = [rounded(torch.randn(x.shape, generator=generator)).to(x) for x in outputs]
-    gradients = torch.autograd.grad(outputs, [*leaves.values()], slopes, materialize_grads=True)
+    output_gradients = [rounded(torch.randn(x.shape, generator=generator)).to(x) for x in outputs]
+    gradients = torch.autograd.grad(
+        outputs, [*leaves.values()], output_gradients, materialize_grads=True
+    )
     return [*outputs, *gradients]
 
 
-def largest_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def largest_error(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """Return the largest error as a fraction of the largest value of its tensor.
 
     >>> largest_error([torch.tensor([1.0, 4.0])], [torch.tensor([2.0, 4.0])])
@@ -122,7 +124,7 @@ def largest_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     inf
     """
     errors = []
-    for x, expected in zip(found, exact, strict=True):
+    for x, expected in zip(outputs, references, strict=True):
         largest = expected.detach().abs().max().clamp(min=SMALLEST)
         error = (x.detach().to(expected) - expected.detach()).abs().max() / largest
         errors.append(error.nan_to_num(nan=torch.inf).item())

@@ -30,10 +30,10 @@ from onescan.ops import additive_decay, decay_attention
 from onescan.ops.backend import use_backend
 from onescan.ops.gating import gated
 
-CHECKERS = 12  # processes
+CHECK_PROCESSES = 12
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
-NEAR = 2e-2  # relative error of sums in another order, in bfloat16
-TINY = (Size(1, 3, 1, 4),)  # of a dry run
+BFLOAT16_TOLERANCE = 2e-2  # relative error of sums in another order, in bfloat16
+DRY_RUN_SIZES = (Size(1, 3, 1, 4),)
 
 Task = tuple[str, str, str]  # op, call, dtype
 
@@ -48,7 +48,7 @@ def check(session: Session) -> None:
     names = ("float32",) if session.dry else tuple(NAMES)
     tasks = [(op, call, name) for name in names for op in ops for call in CALLS[op]]
     for (op, call, name), row in run_tasks(
-        check_call, tasks, session, 1 if session.dry else CHECKERS
+        check_call, tasks, session, 1 if session.dry else CHECK_PROCESSES
     ):
         session.add("check", op=op, call=call, dtype=name, ok=row.pop("ok", False), **row)
 
@@ -69,22 +69,22 @@ def check_call(session: Session, task: Task) -> Row:
     call, dtype = CALLS[op][name], NAMES[dtype_name]
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    errors, plain, repeats = [], [], True
-    for size in TINY if session.dry else sizes_of(session, dtype):
+    errors, torch_errors, is_repeatable = [], [], True
+    for size in DRY_RUN_SIZES if session.dry else sizes_of(session, dtype):
         exact_inputs = draw_inputs(call, size)
         exact = results(call, exact_inputs, None)
         inputs = {
             name: x.to(session.device, DTYPES.get(name, dtype)) for name, x in exact_inputs.items()
         }
-        found, again = (results(call, inputs, "triton") for _ in range(2))
-        errors.append(largest_error(found, exact))
-        plain.append(largest_error(results(call, inputs, "torch"), exact))
-        repeats &= all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+        outputs, repeated = (results(call, inputs, "triton") for _ in range(2))
+        errors.append(largest_error(outputs, exact))
+        torch_errors.append(largest_error(results(call, inputs, "torch"), exact))
+        is_repeatable &= all(torch.equal(x, y) for x, y in zip(outputs, repeated, strict=True))
     return {
-        "ok": max(errors) <= TOLERANCES[dtype] and repeats,
+        "ok": max(errors) <= TOLERANCES[dtype] and is_repeatable,
         "errors": [float(f"{error:.3g}") for error in errors],
-        "torch_error": float(f"{max(plain):.3g}"),
-        "repeats": repeats,
+        "torch_error": float(f"{max(torch_errors):.3g}"),
+        "repeats": is_repeatable,
     }
 
 
@@ -151,7 +151,7 @@ def large_offsets(session: Session) -> str:
             whole = op(q, k, v)[1, -1000:].float()
             alone = op(q[1:], k[1:], v[1:])[0, -1000:].float()
             error = float((whole - alone).abs().max() / alone.abs().max())
-            if not error < NEAR:
+            if not error < BFLOAT16_TOLERANCE:
                 wrong.append(f"{name}: error {error:.2g}")
     return ", ".join(wrong)
 
@@ -179,35 +179,37 @@ def unaligned_views(session: Session) -> str:
 def other_stream(session: Session) -> str:
     """Kernels must be ordered with the current stream, here behind slow products."""
     q, k, v = (noise(session, 2, 3000, 4, 64) for _ in range(3))
-    want = additive_decay(q, k, v, backend="triton")[0]
+    expected = additive_decay(q, k, v, backend="triton")[0]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         busy = torch.randn(8192, 8192, device="cuda")
         for _ in range(3):
             busy = busy @ busy * 1e-4
-        late = q + 0 * busy[0, 0].nan_to_num(0).to(q)
-        got = additive_decay(late, k, v, backend="triton")[0]
+        delayed_q = q + 0 * busy[0, 0].nan_to_num(0).to(q)
+        actual = additive_decay(delayed_q, k, v, backend="triton")[0]
     torch.cuda.current_stream().wait_stream(stream)
-    return "" if torch.equal(got, want) else "differs from the default stream"
+    return "" if torch.equal(actual, expected) else "differs from the default stream"
 
 
 def graph_of_backward(session: Session) -> str:
     """A CUDA graph of a forward and backward pass must repeat it bit by bit."""
     leaves = [noise(session, 2, 1000, 4, 64).requires_grad_() for _ in range(3)]
-    slope = noise(session, 2, 1000, 4, 64)
+    output_gradient = noise(session, 2, 1000, 4, 64)
 
     def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(additive_decay(*leaves, backend="triton")[0], leaves, slope)
+        return torch.autograd.grad(
+            additive_decay(*leaves, backend="triton")[0], leaves, output_gradient
+        )
 
-    want = run()
+    expected = run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run()
-    for x in got:
+        actual = run()
+    for x in actual:
         x.zero_()
     graph.replay()
-    same = all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    same = all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
     return "" if same else "the graph's gradients differ"
 
 
@@ -242,8 +244,8 @@ def grad_scaler(session: Session) -> str:
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
-    return [x for x in found if x is not None]
+    all_gradients = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+    return [x for x in all_gradients if x is not None]
 
 
 def deterministic(session: Session) -> str:
@@ -265,17 +267,23 @@ def inductor(session: Session) -> str:
     """torch.compile with its default backend must give the same loss and gradients."""
     model, images = small_model(session), torch.randn(16, 3, 64, 64, device="cuda")
     with use_backend("triton"):
-        want = loss_of(model, images, torch.bfloat16)
-        slopes = torch.cat([x.flatten().float() for x in gradients(model, want)])
+        expected_loss = loss_of(model, images, torch.bfloat16)
+        expected_gradients = torch.cat(
+            [x.flatten().float() for x in gradients(model, expected_loss)]
+        )
         compiled: Any = torch.compile(model, fullgraph=True)
-        got = loss_of(compiled, images, torch.bfloat16)
-        found = torch.cat([x.flatten().float() for x in gradients(model, got)])
-    error = float((found - slopes).norm() / slopes.norm())
-    off = abs(float(got - want))
+        compiled_loss = loss_of(compiled, images, torch.bfloat16)
+        compiled_gradients = torch.cat(
+            [x.flatten().float() for x in gradients(model, compiled_loss)]
+        )
+    gradient_error = float(
+        (compiled_gradients - expected_gradients).norm() / expected_gradients.norm()
+    )
+    loss_error = abs(float(compiled_loss - expected_loss))
     return (
         ""
-        if off < NEAR and error < 2 * NEAR
-        else f"loss off by {off:.2g}, gradients by {error:.2g}"
+        if loss_error < BFLOAT16_TOLERANCE and gradient_error < 2 * BFLOAT16_TOLERANCE
+        else f"loss off by {loss_error:.2g}, gradients by {gradient_error:.2g}"
     )
 
 
@@ -284,9 +292,9 @@ def channels_last(session: Session) -> str:
     model = small_model(session).to(torch.bfloat16).eval()
     images = torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
     with use_backend("triton"), torch.no_grad():
-        want, got = model(images), model(images.to(memory_format=torch.channels_last))
-    error = float((got - want).abs().max() / want.abs().max())
-    return "" if error < NEAR else f"outputs differ by {error:.2g}"
+        expected, actual = model(images), model(images.to(memory_format=torch.channels_last))
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    return "" if error < BFLOAT16_TOLERANCE else f"outputs differ by {error:.2g}"
 
 
 def ddp_nccl(session: Session) -> str:

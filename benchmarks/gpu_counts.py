@@ -62,13 +62,13 @@ DOCUMENTS = 9  # in each row of packed models
 HEADING = ("model", "backend", "forward", "backward", "GB", "float64 GB", "kept GB", "waits")
 
 # fmt: off
-FREE = {  # operators that launch nothing
+NO_LAUNCH = {  # operators that launch nothing
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "empty",
     "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh", "narrow", "new_empty",
     "new_empty_strided", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
     "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
 }
-WAITS = {
+HOST_WAITS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero",
     "unique_consecutive", "unique_dim",
 }
@@ -150,16 +150,16 @@ class Operators(TorchDispatchMode):
         on_gpu = [x for x in tensors if x.device.type == DEVICE]
         if namespace == "prim" or not on_gpu:  # prim::device reads a property
             return out
-        crosses = name in ("_to_copy", "copy_") and len(on_gpu) < len(tensors)
-        by_mask = name == "index" and any(x.dtype is torch.bool for x in tensors[1:])
-        self.waits += name in WAITS or crosses or by_mask
-        if name not in FREE:
+        is_copy_between_devices = name in ("_to_copy", "copy_") and len(on_gpu) < len(tensors)
+        is_mask_index = name == "index" and any(x.dtype is torch.bool for x in tensors[1:])
+        self.waits += name in HOST_WAITS or is_copy_between_devices or is_mask_index
+        if name not in NO_LAUNCH:
             wide = (torch.float64, torch.complex128)
-            moved = sum(map(bytes_in_memory, on_gpu))
+            moved_bytes = sum(map(bytes_in_memory, on_gpu))
             self.launches += 1
-            self.bytes += moved
+            self.bytes += moved_bytes
             self.float64_bytes += sum(bytes_in_memory(x) for x in on_gpu if x.dtype in wide)
-            self.bytes_by_name[func._schema.name] += moved
+            self.bytes_by_name[func._schema.name] += moved_bytes
         return out
 
 
@@ -184,10 +184,13 @@ class Counts:
         if self.stopped_by:
             return [f"stops at {self.stopped_by}", *[""] * (len(HEADING) - 3)]
         passes = self.forward, self.backward
-        moved, float64 = sum(x.bytes for x in passes), sum(x.float64_bytes for x in passes)
+        total_bytes, float64_bytes = (
+            sum(x.bytes for x in passes),
+            sum(x.float64_bytes for x in passes),
+        )
         return [
             *(str(x.launches) for x in passes),
-            *(f"{size / GB:.3f}" for size in (moved, float64, self.kept_bytes)),
+            *(f"{size / GB:.3f}" for size in (total_bytes, float64_bytes, self.kept_bytes)),
             str(sum(x.waits for x in passes)),
         ]
 
@@ -211,8 +214,8 @@ def main() -> None:
             depth = None if args.budget and model.decoding else args.depth
             counts = count(model, backend=backend, depth=depth)
             print_row((model.label, backend, *counts.row()))
-            moved = counts.forward.bytes_by_name + counts.backward.bytes_by_name
-            for name, size in moved.most_common(args.operators):
+            bytes_by_name = counts.forward.bytes_by_name + counts.backward.bytes_by_name
+            for name, size in bytes_by_name.most_common(args.operators):
                 print(f"    {size / GB:12.3f} GB  {name}")
 
 
@@ -300,7 +303,7 @@ def register_device() -> None:
 
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=Module())
     fallback, rules = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    KEPT.extend((fallback, rules))
+    LIBRARIES.extend((fallback, rules))
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in FUSED_ON_CUDA:
         rules.impl(name, never, "PrivateUse1")
@@ -316,12 +319,12 @@ def never(*_: Any, **__: Any) -> Any:
     raise AssertionError
 
 
-KEPT: list[torch.library.Library] = []  # rules exist as long as their library
+LIBRARIES: list[torch.library.Library] = []  # rules exist as long as their library
 
 
 def autocast_rule(name: str, operator: Any) -> Callable[..., Any]:
     """Return an operator that casts its arguments as autocast on CUDA does."""
-    sums_in = "dtype" in [argument.name for argument in operator._schema.arguments]
+    has_dtype_argument = "dtype" in [argument.name for argument in operator._schema.arguments]
 
     def cast(dtype: torch.dtype, values: Any) -> Any:
         def is_cast(x: Tensor) -> bool:
@@ -338,7 +341,7 @@ def autocast_rule(name: str, operator: Any) -> Callable[..., Any]:
                 tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 if any(x.dtype is torch.float32 for x in tensors):
                     args, kwargs = cast(torch.float32, (args, kwargs))
-            elif not sums_in:
+            elif not has_dtype_argument:
                 args, kwargs = cast(torch.float32, (args, kwargs))
             elif kwargs.get("dtype") is None and args[0].dtype in (torch.bfloat16, torch.float16):
                 kwargs = {**kwargs, "dtype": torch.float32}
@@ -371,10 +374,10 @@ def is_plain(x: Tensor) -> bool:
 
 def why_no_kernel(*tensors: Tensor | None, widest: int | None = WIDEST_HEAD) -> str | None:
     """The device has kernels."""
-    given = [x for x in tensors if x is not None]
-    if any(x.dtype is torch.float64 for x in given):
+    present = [x for x in tensors if x is not None]
+    if any(x.dtype is torch.float64 for x in present):
         return "kernels do not take float64"
-    if widest is not None and any(x.shape[-1] > widest for x in given):
+    if widest is not None and any(x.shape[-1] > widest for x in present):
         return "a head is too wide"
     return None
 

@@ -16,30 +16,30 @@ TIMED = {"ops": "Ops", "models": "Training steps", "fla": "flash-linear-attentio
 
 def problems(session: Session) -> list[str]:
     """Return what failed: checks, tests, candidates that could not run, and stages."""
-    found = []
+    failures = []
     for stage in CHECKED:
         for row in session.rows(stage):
             if not row["ok"]:
-                found.append(f"{stage}: {_failed(row)}")
+                failures.append(f"{stage}: {_failed(row)}")
     for stage in (*TIMED, "decode", "compile"):
         for row in session.rows(stage):
             if "error" in row:
-                found.append(f"{stage}: {row['name']}: {row['error']}")
+                failures.append(f"{stage}: {row['name']}: {row['error']}")
     for row in session.rows("stages"):
         if row["ended"]:
-            found.append(f"stage {row['name']}: {row['ended']}")
-    return found
+            failures.append(f"stage {row['name']}: {row['ended']}")
+    return failures
 
 
 def _failed(row: Row) -> str:
     if "op" in row:
         if "error" in row:
-            what = row["error"]
+            reason = row["error"]
         elif not row["repeats"]:
-            what = "two equal calls differ"
+            reason = "two equal calls differ"
         else:
-            what = f"error {max(row['errors']):.2g}, {row['torch_error']:.2g} in torch"
-        return f"{row['op']}, {row['call'] or 'plain'}, {row['dtype']}: {what}"
+            reason = f"error {max(row['errors']):.2g}, {row['torch_error']:.2g} in torch"
+        return f"{row['op']}, {row['call'] or 'plain'}, {row['dtype']}: {reason}"
     name = row.get("name") or row.get("summary") or f"{row.get('invalid')} invalid addresses"
     return f"{name}: {row['problem']}" if row.get("problem") else str(name)
 
@@ -66,36 +66,38 @@ def _environment(session: Session) -> str:
 
 
 def _problems(session: Session) -> str:
-    found = problems(session)
-    lines = [f"- {each}" for each in found] or ["Everything that ran passed."]
-    return "\n".join([f"## {len(found) or 'No'} failure{'s' * (len(found) != 1)}", "", *lines])
+    failures = problems(session)
+    lines = [f"- {failure}" for failure in failures] or ["Everything that ran passed."]
+    return "\n".join(
+        [f"## {len(failures) or 'No'} failure{'s' * (len(failures) != 1)}", "", *lines]
+    )
 
 
 def _checks(session: Session) -> str:
-    """Errors of each call, those of plain torch in brackets."""
+    """Return a table of the errors of each call, with those of plain torch in parentheses."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in session.rows("check"):
         text = "failed"
         if "errors" in row:
             text = f"{max(row['errors']):.1e} ({row['torch_error']:.1e})"
-        failed = "" if row["ok"] else " **failed**"
+        mark = "" if row["ok"] else " **failed**"
         cells.setdefault((row["op"], row["call"]), {})[row["dtype"]] = (
-            text.removesuffix("failed") + failed
+            text.removesuffix("failed") + mark
         )
     if not cells:
         return ""
     limits = ", ".join(
         f"{name} {limit:.0e}" for name, limit in zip(DTYPES, TOLERANCES.values(), strict=True)
     )
-    lead = (
-        "Largest error of outputs and gradients as a fraction of the largest value; in brackets, "
-        f"that of plain torch on the same device. Tolerances: {limits}."
+    caption = (
+        "Largest error of outputs and gradients as a fraction of the largest value; in "
+        f"parentheses, that of plain torch on the same device. Tolerances: {limits}."
     )
     rows = [
-        [op, call or "plain", *(found.get(name, "") for name in DTYPES)]
-        for (op, call), found in cells.items()
+        [op, call or "plain", *(by_dtype.get(name, "") for name in DTYPES)]
+        for (op, call), by_dtype in cells.items()
     ]
-    return f"## Errors\n\n{lead}\n\n{_table(['op', 'call', *DTYPES], rows)}"
+    return f"## Errors\n\n{caption}\n\n{_table(['op', 'call', *DTYPES], rows)}"
 
 
 def _edges(session: Session) -> str:
@@ -110,10 +112,10 @@ def _tests(session: Session) -> str:
 
 
 def _times(session: Session, stage: str, title: str) -> str:
-    """Times, as multiples of the peer's at the same size and mode."""
+    """Return a table of times, and their ratio to that of the peer at the same size and mode."""
     rows = session.rows(stage)
     peers = {(row["name"], row["mode"], row["size"]): row.get("ms")
-             for each in TIMED for row in session.rows(each)}  # fmt: skip
+             for timed_stage in TIMED for row in session.rows(timed_stage)}  # fmt: skip
     copies = [row.get("copy_gb_s") for row in session.rows("environment")]
     copy = copies[0] if copies else None
     cells = []
@@ -121,30 +123,30 @@ def _times(session: Session, stage: str, title: str) -> str:
         if "ms" not in row:
             continue
         peer = peers.get((row["peer"], row["mode"], row["size"]))
-        ratio = (
+        relative = (
             f"{row['ms'] / peer:.2f} x {row['peer']}" if peer and row["peer"] != row["name"] else ""
         )
-        share = f"{row['gb_s'] / copy:.0%}" if copy and "gb_s" in row else ""
+        bandwidth = f"{row['gb_s'] / copy:.0%}" if copy and "gb_s" in row else ""
         cells.append([row["name"], row["mode"], row["size"], f"{row['ms']:.3g}",
-                      f"{row['eager_ms']:.3g}" if "eager_ms" in row else "", ratio, share,
+                      f"{row['eager_ms']:.3g}" if "eager_ms" in row else "", relative, bandwidth,
                       str(row.get("peak_mib", ""))])  # fmt: skip
     if not cells:
         return ""
-    heads = [
+    header = [
         "name",
         "pass",
         "size",
         "ms",
         "ms, eager",
-        "time by peer's",
-        "of a copy's bandwidth",
+        "time relative to peer",
+        "share of the copy bandwidth",
         "peak MiB",
     ]
-    lead = (
-        "Milliseconds of a call in a CUDA graph (median), and when launched by the host. The "
-        "bandwidth counts inputs, outputs and gradients once."
+    caption = (
+        "Median milliseconds of a call in a CUDA graph, and of a call that the host launches "
+        '("eager"). The bandwidth counts inputs, outputs and gradients once.'
     )
-    return f"## {title}\n\n{lead}\n\n{_table(heads, cells)}"
+    return f"## {title}\n\n{caption}\n\n{_table(header, cells)}"
 
 
 def _decoding(session: Session) -> str:
@@ -153,8 +155,8 @@ def _decoding(session: Session) -> str:
          f"{row['tokens_s']:,}", "yes" if row["same_text"] else "no"]
         for row in session.rows("decode") if "ms" in row
     ]  # fmt: skip
-    heads = ["model", "batch", "CUDA graph", "ms per token", "tokens/s", "same text"]
-    return f"## Decoding\n\n{_table(heads, rows)}" if rows else ""
+    header = ["model", "batch", "CUDA graph", "ms per token", "tokens/s", "same text"]
+    return f"## Decoding\n\n{_table(header, rows)}" if rows else ""
 
 
 def _stages(session: Session) -> str:
@@ -165,6 +167,6 @@ def _stages(session: Session) -> str:
     return f"## Stages\n\n{_table(['stage', 'seconds', 'result'], rows)}"
 
 
-def _table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
+def _table(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

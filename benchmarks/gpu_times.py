@@ -36,15 +36,15 @@ Work = tuple[Callable[[], object], int]  # a call, and the bytes that it has to 
 OpSize = tuple[int, int, int, int]  # batch, tokens, heads, width
 
 SIZES: tuple[OpSize, ...] = ((8, 8192, 16, 64), (8, 4096, 16, 128), (1, 65536, 8, 64))
-LONGEST_SOFTMAX = 8192  # tokens
+MAX_SOFTMAX_TOKENS = 8192
 TOEPLITZ_STATES = 16
 VOCABULARY, LABELS = 50265, 32768
 IMAGES = ((224, 256), (448, 64), (896, 16))  # side in pixels, batch size
 TEXT = (8, 4096)  # rows, tokens
-DECODED = ("lightnet_lm_45m", "lion_s_lm_124m")
+DECODE_MODELS = ("lightnet_lm_45m", "lion_s_lm_124m")
 NEW_TOKENS, BATCHES = 128, (1, 64)
-GRAPH_MS, MOST_CALLS, REPLAYS = 60, 20, 7  # of a measurement; calls of a graph; measurements
-COMPILERS = 12  # processes
+GRAPH_MS, MAX_GRAPH_CALLS, REPLAYS = 60, 20, 7  # of a measurement; calls of a graph; measurements
+COMPILE_PROCESSES = 12
 DRY_CANDIDATES = 4  # of each stage of a dry run
 MIB = 2**20
 
@@ -54,11 +54,12 @@ class Candidate(NamedTuple):
 
     Attributes:
         stage: The stage that times it.
-        name: What it is.
-        peer: Name of the candidate that it is compared with, or its own.
-        mode: "forward", or "both" with the backward pass.
-        size: Its size, for people.
-        make: Returns the work. With True, the work is small and compiles the same kernels.
+        name: Name of the op or model.
+        peer: Name of the candidate that it is compared with, or its own name.
+        mode: "forward" for the forward pass, or "both" for the forward and backward pass.
+        size: Its size, as text for the report.
+        make: Returns the work. If its second argument is True, the work is small, and compiles the
+            same kernels as the full size.
     """
 
     stage: str
@@ -71,8 +72,8 @@ class Candidate(NamedTuple):
 
 def candidates(session: Session) -> list[Candidate]:
     """Return all candidates, in the order in which they are timed."""
-    found = [*ops(), *losses(), *models()]
-    return [*found, *peers()] if find_spec("fla") and not session.dry else found
+    our_candidates = [*ops(), *losses(), *models()]
+    return [*our_candidates, *peers()] if find_spec("fla") and not session.dry else our_candidates
 
 
 # Ops
@@ -178,7 +179,7 @@ def ops() -> Iterator[Candidate]:
     """Yield onescan's ops and softmax attention at each size."""
     for size in SIZES:
         is_first = size == SIZES[0]
-        for is_causal in (False, True) if size[1] <= LONGEST_SOFTMAX else ():
+        for is_causal in (False, True) if size[1] <= MAX_SOFTMAX_TOKENS else ():
             name = "causal softmax" if is_causal else "softmax"
 
             def make_softmax(_session: Session, _size: OpSize, causal: bool = is_causal) -> Any:
@@ -198,9 +199,9 @@ def ops() -> Iterator[Candidate]:
                 ) -> Any:
                     return _op(session, size, name, by)
 
-                shown = name if backend == "triton" else f"{name}, plain torch"
-                peer = shown if name in SMALL_OPS else peer
-                yield from _both_modes("ops", shown, peer, size, inputs, make)
+                label = name if backend == "triton" else f"{name}, plain torch"
+                peer = label if name in SMALL_OPS else peer
+                yield from _both_modes("ops", label, peer, size, inputs, make)
 
 
 def _both_modes(
@@ -211,28 +212,28 @@ def _both_modes(
     inputs: tuple[str, ...],
     make_op: Callable[[Session, OpSize], Callable[..., Tensor]],
 ) -> Iterator[Candidate]:
-    """Yield the forward pass of an op, and both passes."""
+    """Yield a candidate for the forward pass of an op, and one for both passes."""
 
     def prepared(session: Session, small: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
-        used = (1, 32, 2, 16) if session.dry else (1, 1024, *size[2:]) if small else size
-        drawn = op_inputs(session, used)
-        return make_op(session, used), [drawn[x] for x in inputs]
+        used_size = (1, 32, 2, 16) if session.dry else (1, 1024, *size[2:]) if small else size
+        drawn = op_inputs(session, used_size)
+        return make_op(session, used_size), [drawn[x] for x in inputs]
 
     def forward(session: Session, small: bool) -> Work:
-        op, given = prepared(session, small)
+        op, arguments = prepared(session, small)
 
         def call() -> None:
             with torch.no_grad():
-                op(*given)
+                op(*arguments)
 
-        return call, sum(x.nbytes for x in given) + given[0].nbytes
+        return call, sum(x.nbytes for x in arguments) + arguments[0].nbytes
 
     def both(session: Session, small: bool) -> Work:
-        op, given = prepared(session, small)
-        leaves = [x.detach().requires_grad_() for x in given]
-        slope = torch.randn_like(given[0])
-        moved = 3 * sum(x.nbytes for x in given) + 2 * given[0].nbytes
-        return lambda: torch.autograd.grad(op(*leaves), leaves, slope), moved
+        op, arguments = prepared(session, small)
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        output_gradient = torch.randn_like(arguments[0])
+        bytes_moved = 3 * sum(x.nbytes for x in arguments) + 2 * arguments[0].nbytes
+        return lambda: torch.autograd.grad(op(*leaves), leaves, output_gradient), bytes_moved
 
     text = " x ".join(map(str, size))
     yield Candidate(stage, name, peer, "forward", text, forward)
@@ -283,16 +284,16 @@ def train_step(
 def _vision(name: str, side: int, batch: int, backend: str, peer: str) -> Candidate:
     def make(session: Session, small: bool) -> Work:
         changes = {"depth": 1, "image_size": 32} if session.dry else {"image_size": side}
-        count = 2 if session.dry else min(batch, 4) if small else batch
+        images_per_batch = 2 if session.dry else min(batch, 4) if small else batch
         with session.device:
             model = onescan.build(name, **changes).train()
-            images = torch.randn(count, 3, *model.config.image_size)
-            labels = torch.randint(1000, (count,))
+            images = torch.randn(images_per_batch, 3, *model.config.image_size)
+            labels = torch.randint(1000, (images_per_batch,))
         loss = lambda model: F.cross_entropy(model(images).float(), labels)  # noqa: E731
         return train_step(session, model, loss, backend), 0
 
-    shown = name if backend == "triton" or "deit" in name else f"{name}, plain torch"
-    return Candidate("models", shown, peer, "both", f"{side} pixels, batch {batch}", make)
+    label = name if backend == "triton" or "deit" in name else f"{name}, plain torch"
+    return Candidate("models", label, peer, "both", f"{side} pixels, batch {batch}", make)
 
 
 def _language(name: str, backend: str, peer: str) -> Candidate:
@@ -311,8 +312,8 @@ def _language(name: str, backend: str, peer: str) -> Candidate:
 
         return train_step(session, model, loss, backend), 0
 
-    shown = f"{name} language model" + (", plain torch" if backend == "torch" else "")
-    return Candidate("models", shown, peer, "both", f"{rows} x {tokens} tokens", make)
+    label = f"{name} language model" + (", plain torch" if backend == "torch" else "")
+    return Candidate("models", label, peer, "both", f"{rows} x {tokens} tokens", make)
 
 
 def models() -> Iterator[Candidate]:
@@ -352,7 +353,7 @@ def _gla(*x: Tensor) -> Tensor:
     return _fla("gla", "chunk_gla")(*x, scale=1.0)[0]
 
 
-def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     return _fla("delta_rule", "chunk_delta_rule")(q, k, v, beta.to(q), scale=1.0)[0]
 
 
@@ -362,7 +363,7 @@ FLA_OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[str, ...]]] = {
     "chunk_simple_gla": ("causal decay", _simple_gla, (*DECAYED, "scalar")),
     "chunk_lightnet": ("causal additive decay, LRPE", _lightnet, ("q", "k", "v")),
     "chunk_gla": ("causal decay", _gla, (*DECAYED, "diagonal")),
-    "chunk_delta_rule": ("causal delta rule", _delta, ("q", "unit_k", "v", "beta")),
+    "chunk_delta_rule": ("causal delta rule", _delta_rule, ("q", "unit_k", "v", "beta")),
 }
 
 
@@ -388,14 +389,14 @@ def peers() -> Iterator[Candidate]:
     yield Candidate("fla", "GLA language model", peer, "both", f"{rows} x {tokens} tokens", make)
 
 
-def tune_less(most: int = 16) -> None:
-    """Let Triton's tuner try at most so many of flash-linear-attention's 48 configs per kernel."""
+def limit_autotuning(max_configs: int = 16) -> None:
+    """Limit the configs that Triton tries per kernel; flash-linear-attention has up to 48."""
     from triton.runtime.autotuner import Autotuner
 
     init = Autotuner.__init__
 
     def thinned(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        chosen = configs[:: -(-len(configs) // most)] if configs else configs
+        chosen = configs[:: -(-len(configs) // max_configs)] if configs else configs
         init(self, fn, names, chosen, *args, **kwargs)
 
     Autotuner.__init__ = thinned
@@ -409,14 +410,14 @@ def compile_kernels(session: Session) -> None:
     if session.dry:
         return
     tasks = list(range(len(candidates(session))))
-    for index, row in run_tasks(compile_candidate, tasks, session, COMPILERS):
+    for index, row in run_tasks(compile_candidate, tasks, session, COMPILE_PROCESSES):
         if "error" in row:
             session.add("compile", name=candidates(session)[index].name, **row)
 
 
 def compile_candidate(session: Session, index: int) -> Row:
     """Run a candidate once at a small size."""
-    tune_less()
+    limit_autotuning()
     call, _ = candidates(session)[index].make(session, True)
     call()
     torch.cuda.synchronize()
@@ -425,14 +426,19 @@ def compile_candidate(session: Session, index: int) -> Row:
 
 def time_stage(session: Session, stage: str) -> None:
     """Time the candidates of a stage."""
-    tune_less()
-    chosen = [each for each in candidates(session) if each.stage == stage]
-    for each in chosen[:DRY_CANDIDATES] if session.dry else chosen:
-        about = {"name": each.name, "peer": each.peer, "mode": each.mode, "size": each.size}
+    limit_autotuning()
+    chosen = [candidate for candidate in candidates(session) if candidate.stage == stage]
+    for candidate in chosen[:DRY_CANDIDATES] if session.dry else chosen:
+        labels = {
+            "name": candidate.name,
+            "peer": candidate.peer,
+            "mode": candidate.mode,
+            "size": candidate.size,
+        }
         try:
-            session.add(stage, **about, **measure(session, each))
+            session.add(stage, **labels, **measure(session, candidate))
         except Exception as error:
-            session.add(stage, **about, error=failure(error))
+            session.add(stage, **labels, error=failure(error))
             if is_fatal(error):
                 return
         if not session.dry:
@@ -440,8 +446,8 @@ def time_stage(session: Session, stage: str) -> None:
 
 
 def measure(session: Session, candidate: Candidate) -> Row:
-    """Return milliseconds, peak memory, and the bytes per second that the candidate has to move."""
-    call, moved = candidate.make(session, False)
+    """Return a candidate's milliseconds, peak memory and bandwidth, if its bytes are known."""
+    call, bytes_moved = candidate.make(session, False)
     if session.dry:
         begin = time.perf_counter()
         call()
@@ -449,24 +455,24 @@ def measure(session: Session, candidate: Candidate) -> Row:
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated_before = torch.cuda.memory_allocated()
     call()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - allocated_before
     row = graph_time(call)
     row["peak_mib"] = round(peak / MIB)
-    if moved:
-        row["gb_s"] = round(moved / row["ms"] / 1e6)
+    if bytes_moved:
+        row["gb_s"] = round(bytes_moved / row["ms"] / 1e6)
     return row
 
 
 def graph_time(call: Callable[[], object]) -> Row:
     """Return the median milliseconds of a call in a CUDA graph, quartiles, and when run eagerly."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    warm_up_stream = torch.cuda.Stream()
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(warm_up_stream)
     torch.cuda.synchronize()
 
     def timed(run: Callable[[], object], count: int) -> float:
@@ -481,14 +487,14 @@ def graph_time(call: Callable[[], object]) -> Row:
     eager = sorted(timed(call, 3) for _ in range(3))[1]
     row: Row = {"ms": round(eager, 4), "eager_ms": round(eager, 4)}
     try:
-        inner = max(1, min(MOST_CALLS, int(GRAPH_MS / max(eager, 0.05) / 4)))
+        calls_per_graph = max(1, min(MAX_GRAPH_CALLS, int(GRAPH_MS / max(eager, 0.05) / 4)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(inner):
+            for _ in range(calls_per_graph):
                 call()
         graph.replay()
         torch.cuda.synchronize()
-        times = sorted(timed(graph.replay, 1) / inner for _ in range(REPLAYS))
+        times = sorted(timed(graph.replay, 1) / calls_per_graph for _ in range(REPLAYS))
         low, median, high = (round(times[i], 4) for i in (1, REPLAYS // 2, REPLAYS - 2))
         row |= {"ms": median, "low_ms": low, "high_ms": high}
     except Exception as error:  # what cannot be captured keeps its eager time
@@ -499,8 +505,8 @@ def graph_time(call: Callable[[], object]) -> Row:
 
 def decode(session: Session) -> None:
     """Measure the time per generated token, with and without a CUDA graph."""
-    new, batches = (4, (1,)) if session.dry else (NEW_TOKENS, BATCHES)
-    for name in DECODED:
+    new_tokens, batches = (4, (1,)) if session.dry else (NEW_TOKENS, BATCHES)
+    for name in DECODE_MODELS:
         with session.device:
             model = onescan.build(
                 name, **({"depth": 1, "vocab_size": 1000} if session.dry else {})
@@ -510,28 +516,28 @@ def decode(session: Session) -> None:
             prompt = torch.randint(1000, (batch, 16), device=session.device)
             texts = []
             for graph in (False,) if session.dry else (False, True):
-                about = {"name": name, "batch": batch, "cuda_graph": graph}
+                labels = {"name": name, "batch": batch, "cuda_graph": graph}
                 try:
                     with use_backend("torch" if session.dry else "triton"):
                         model.generate(prompt, max_new_tokens=4, cuda_graph=graph)
                         begin = time.perf_counter()
-                        text = model.generate(prompt, max_new_tokens=new, cuda_graph=graph)
+                        text = model.generate(prompt, max_new_tokens=new_tokens, cuda_graph=graph)
                         texts.append(text.cpu())
                     seconds = time.perf_counter() - begin
                     row = {
-                        "ms": round(1000 * seconds / new, 3),
-                        "tokens_s": round(batch * new / seconds),
+                        "ms": round(1000 * seconds / new_tokens, 3),
+                        "tokens_s": round(batch * new_tokens / seconds),
                     }
                     same = torch.equal(texts[0], texts[-1])
-                    session.add("decode", **about, **row, same_text=same)
+                    session.add("decode", **labels, **row, same_text=same)
                 except Exception as error:
-                    session.add("decode", **about, error=failure(error))
+                    session.add("decode", **labels, error=failure(error))
                     if is_fatal(error):
                         return
 
 
 def measure_machine(session: Session) -> Row:
-    """Return the bandwidth of a copy and the speed of products in bfloat16."""
+    """Return the bandwidth of a copy and the speed of matrix products in bfloat16."""
     if session.dry:
         return {}
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")

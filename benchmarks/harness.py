@@ -37,7 +37,8 @@ INFERENCE, TRAINING = "inference", "training"  # modes of a model
 
 BLOCK_S = 0.02  # minimum duration of the timed calls of a round
 REST_S = 0.03  # OpenMP threads spin for about 10 ms after a call, on cores that others need
-START_S, LIMITS = 600.0, 20  # timeout of a step: for imports and compilation, and in time limits
+# A step may take START_S seconds for imports and compilation, and TIME_LIMITS times `time_limit_s`.
+START_S, TIME_LIMITS = 600.0, 20
 LINUX = sys.platform == "linux"
 
 
@@ -62,7 +63,7 @@ class Options:
     time_limit_s: float = 60.0
     """Skip larger sizes for a candidate whose call takes longer than this, in seconds."""
     threads: int | None = None
-    """CPU threads per candidate; by default torch's own number."""
+    """CPU threads per candidate; by default as many as torch chooses."""
     candidates: tuple[str, ...] = ()
     """Candidates to measure; ratios are relative to the first. By default all."""
     out: Path | None = None
@@ -127,11 +128,11 @@ def run_benchmark(benchmark: Benchmark, prepare: Prepare, options: Options) -> B
         sizes=tuple(sorted(benchmark.sizes)),
     )
     name, folder = benchmark.name, options.out or Path("bench", benchmark.name)
-    where = environment(find_device(options.device), options.threads)
+    machine = environment(find_device(options.device), options.threads)
 
     def save(figure: Any = None) -> None:
         growth, rows = benchmark.growth(), benchmark.rows
-        results = {"options": options, "environment": where, "rows": rows, "growth": growth}
+        results = {"options": options, "environment": machine, "rows": rows, "growth": growth}
         write(folder, name, figure, **results)
 
     save()  # fails before the first measurement
@@ -147,8 +148,10 @@ def run_benchmark(benchmark: Benchmark, prepare: Prepare, options: Options) -> B
     except KeyboardInterrupt:
         interrupted = True
     save(plot_rows(benchmark))
-    print(f"{where['device']}, {where['cpu']}, {where['threads']} threads, torch {where['torch']}, "
-          f"{options.dtype}, batch size {options.batch_size}\n")  # fmt: skip
+    print(
+        f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, "
+        f"torch {machine['torch']}, {options.dtype}, batch size {options.batch_size}\n"
+    )
     print(format_rows(benchmark))
     print(f"\nresults: {folder / name}.json, {folder / name}.png")
     if interrupted:
@@ -280,7 +283,7 @@ class Worker:
     """
 
     def __init__(self, prepare: Prepare, *case: Any) -> None:
-        self.timeout_s = START_S + LIMITS * case[-1].time_limit_s
+        self.timeout_s = START_S + TIME_LIMITS * case[-1].time_limit_s
         context = multiprocessing.get_context("spawn")
         self.connection, remote = context.Pipe()
         self.process = context.Process(target=serve, args=(remote, prepare, *case), daemon=True)

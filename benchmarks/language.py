@@ -92,14 +92,14 @@ def test_rows(task: Task) -> Iterator[list[int]]:
 def ngram_losses(options: Options) -> dict[str, float]:
     """Return the loss in nats per byte of each order."""
     task = build_task(CAUSAL, options.path)
-    known, rows = training_tokens(task), list(test_rows(task))
+    training, rows = training_tokens(task), list(test_rows(task))
     count = sum(len(row) - 1 for row in rows)
-    print(f"{len(known)} training bytes, {count} test bytes")
+    print(f"{len(training)} training bytes, {count} test bytes")
     losses = {}
     for order in options.orders:
-        grams = NGrams(known, order)
+        model = NGrams(training, order)
         losses[f"{order}-gram"] = -sum(
-            math.log(grams.probability(row[max(0, i - order + 1) : i], row[i])) / count
+            math.log(model.probability(row[max(0, i - order + 1) : i], row[i])) / count
             for row in rows
             for i in range(1, len(row))
         )

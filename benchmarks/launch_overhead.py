@@ -91,11 +91,11 @@ class StubDriver(DriverBase):
 
 def recorded_launches() -> list[Launch]:
     """Run calls on tensors of the CPU; return the first launch of each kernel."""
-    found: dict[str, Launch] = {}
+    launches: dict[str, Launch] = {}
     launch = backend.launch
 
     def record(kernel: Any, *arguments: Any, **flags: Any) -> None:
-        found.setdefault(kernel.name, Launch(kernel, arguments, flags))
+        launches.setdefault(kernel.name, Launch(kernel, arguments, flags))
         launch(kernel, *arguments, **flags)
 
     q, k, v = (torch.randn(2, 256, 4, 64).half().requires_grad_() for _ in range(3))
@@ -114,17 +114,17 @@ def recorded_launches() -> list[Launch]:
         finally:
             for module in LAUNCHERS:
                 module.launch = launch
-    return list(found.values())
+    return list(launches.values())
 
 
 def microseconds(call: Callable[[], object]) -> float:
     """Return the median time of a call."""
     times = []
     for _ in range(REPEATS):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(LAUNCHES):
             call()
-        times.append((time.perf_counter() - begin) / LAUNCHES)
+        times.append((time.perf_counter() - start) / LAUNCHES)
     return 1e6 * median(times)
 
 

@@ -27,7 +27,7 @@ CANDIDATES = {
     "explicit": ("conv1d", "softmax", "dense", "banded", "fft"),
     "crank_nicolson": ("dense", "banded"),
 }
-SQUARE = ("softmax", "dense")  # of T x T steps or more
+QUADRATIC = ("softmax", "dense")  # take time proportional to T x T or more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,15 @@ def conv1d(x: Tensor, weights: Tensor, dt: Tensor) -> Tensor:
     """Diffuse with torch's depthwise convolution."""
     kernel = (dt.unsqueeze(1) * weights).flip(1).unsqueeze(1)
     radius, (kernels, width) = weights.shape[1] // 2, x.shape[2:]
-    own = x.movedim(1, -1)  # B H V T
+    values = x.movedim(1, -1)  # B H V T
     received = F.conv1d(
-        own.flatten(1, 2),
+        values.flatten(1, 2),
         kernel.repeat_interleave(width, 0),
         padding=radius,
         groups=kernels * width,
     )
     row_sums = F.conv1d(x.new_ones(kernels, x.shape[1]), kernel, padding=radius, groups=kernels)
-    diffused = torch.addcmul(received.view(own.shape), 1 - row_sums.unsqueeze(1), own)
+    diffused = torch.addcmul(received.view(values.shape), 1 - row_sums.unsqueeze(1), values)
     return diffused.movedim(-1, 1)
 
 
@@ -90,7 +90,7 @@ def make_call(name: str, mode: str, tokens: int, options: Options) -> Callable[[
 
 
 def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:
-    if name in SQUARE and tokens > options.longest_square:
+    if name in QUADRATIC and tokens > options.longest_square:
         raise ValueError(f"tokens is {tokens}, longer than --longest-square")
     return Case(make_call(name, mode, tokens, options))
 

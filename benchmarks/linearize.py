@@ -21,7 +21,7 @@ from results import aligned
 from onescan.experiments.linearize_config import LinearizeConfig
 from onescan.experiments.training.linearize_folder import RESULTS, linearize_folder
 
-EVERY = "+softmax"  # after a kind: every second layer keeps softmax attention
+WITH_SOFTMAX = "+softmax"  # after a kind: every second layer keeps softmax attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Options:
     """Folders of the models."""
     data: str
     """Data, as for `onescan linearize`."""
-    kinds: tuple[str, ...] = ("lightnet", "lion", f"lightnet{EVERY}")
+    kinds: tuple[str, ...] = ("lightnet", "lion", f"lightnet{WITH_SOFTMAX}")
     """Kinds of attention; with +softmax, every second layer keeps softmax attention."""
     settings: LinearizeConfig = field(default_factory=LinearizeConfig)
     """Settings of `onescan linearize`, except for the kind."""
@@ -42,31 +42,33 @@ class Options:
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_by_kind: dict[str, list[dict[str, Any]]] = {}
     for kind in options.kinds:
         for seed, model in enumerate(options.models):
             out = options.out / f"{kind}-{seed}"
             if not out.exists():
                 config = replace(
                     options.settings,
-                    kind=kind.removesuffix(EVERY),
-                    softmax_every=2 if kind.endswith(EVERY) else None,
+                    kind=kind.removesuffix(WITH_SOFTMAX),
+                    softmax_every=2 if kind.endswith(WITH_SOFTMAX) else None,
                     seed=seed,
                 )
                 linearize_folder(model, options.data, out, config, device=torch.device("cpu"))
             text = (out / RESULTS).read_text(encoding="utf-8")
-            found.setdefault(kind, []).append(json.loads(text))
-    metrics = list(found[options.kinds[0]][0]["original"])
-    before = [result["original"] for result in found[options.kinds[0]]]
+            results_by_kind.setdefault(kind, []).append(json.loads(text))
+    metrics = list(results_by_kind[options.kinds[0]][0]["original"])
+    softmax_results = [result["original"] for result in results_by_kind[options.kinds[0]]]
     rows = [["attention", *metrics, "transfer loss"]]
-    rows.append(["softmax", *(spread([each[name] for each in before]) for name in metrics), ""])
-    for kind, results in found.items():
+    rows.append(
+        ["softmax", *(spread([result[name] for result in softmax_results]) for name in metrics), ""]
+    )
+    for kind, results in results_by_kind.items():
         transfer = [
             statistics.fmean(losses[-1] for losses in result["transfer_losses"].values())
             for result in results
         ]
-        after = [spread([result["linear"][name] for result in results]) for name in metrics]
-        rows.append([kind, *after, spread(transfer)])
+        linear_cells = [spread([result["linear"][name] for result in results]) for name in metrics]
+        rows.append([kind, *linear_cells, spread(transfer)])
     print("\n".join(aligned(rows)))
 
 

@@ -1,4 +1,4 @@
-"""Models in inference and training, with random weights on random images or tokens.
+"""Time and memory of models in inference and training, on random images or tokens.
 
 python benchmarks/models.py
 
@@ -18,11 +18,11 @@ import harness
 from benchmark_cases import (
     Network,
     axis_of,
+    build_on_device,
     find_network,
     image_case,
     import_package,
     network_case,
-    place,
 )
 from harness import INFERENCE, TRAINING, Case, run_benchmark
 from results import Benchmark
@@ -54,7 +54,7 @@ class Options(harness.Options):
 def prepare(name: str, mode: str, size: int, options: Options) -> Case:
     if name not in TIMM:
         return network_case(find_network(name), mode, size, options)
-    model = place(partial(timm_model, name, size), options)
+    model = build_on_device(partial(timm_model, name, size), options)
     return image_case(model, mode, (3, size, size), options)
 
 

@@ -59,17 +59,19 @@ def one_scan_lrpe(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scan in both directions with the causal op."""
-    forth = additive_decay(q, k, v, causal=True)[0]
-    back = additive_decay(q.flip(1), k.flip(1), v.flip(1), causal=True)[0]
-    return forth + back.flip(1)
+    forward = additive_decay(q, k, v, causal=True)[0]
+    backward = additive_decay(q.flip(1), k.flip(1), v.flip(1), causal=True)[0]
+    return forward + backward.flip(1)
 
 
 def two_decay_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scan in both directions with one fixed decay per head."""
     log_decay = logsigmoid(retnet_logits(q.shape[2])).to(q.device, q.dtype)
     both = ((q, k, v), (q.flip(1), k.flip(1), v.flip(1)))
-    forth, back = (decay_attention(*x, log_decay, causal=True, return_state=False)[0] for x in both)
-    return forth + back.flip(1)
+    forward, backward = (
+        decay_attention(*x, log_decay, causal=True, return_state=False)[0] for x in both
+    )
+    return forward + backward.flip(1)
 
 
 def prepare(name: str, mode: str, tokens: int, options: Options) -> Case:

@@ -79,21 +79,21 @@ class Benchmark:
     """Maps a size to a multiple of the number of tokens, which exponents refer to."""
     rows: list[Row] = field(default_factory=list)
 
-    def of(self, candidate: str, mode: str) -> list[Row]:
+    def rows_of(self, candidate: str, mode: str) -> list[Row]:
         """Return the rows of a candidate and mode that have results."""
-        mine = (candidate, mode, "")
-        return [row for row in self.rows if (row.candidate, row.mode, row.error) == mine]
+        key = (candidate, mode, "")
+        return [row for row in self.rows if (row.candidate, row.mode, row.error) == key]
 
     def growth(self) -> list[dict[str, Any]]:
         """Return the exponents of time and memory over tokens, for each candidate and mode."""
-        found = []
+        exponents = []
         for mode, name in itertools.product(self.modes, self.candidates):
-            rows = [row for row in self.of(name, mode) if row.median_ms]
+            rows = [row for row in self.rows_of(name, mode) if row.median_ms]
             time = exponent([(self.tokens(row.size), row.median_ms) for row in rows])
             peaks = [(self.tokens(row.size), row.peak_mib) for row in rows]
             memory = exponent([(size, peak) for size, peak in peaks if peak >= MIN_MIB])
-            found.append({"candidate": name, "mode": mode, "time": time, "memory": memory})
-        return found
+            exponents.append({"candidate": name, "mode": mode, "time": time, "memory": memory})
+        return exponents
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -151,21 +151,31 @@ def format_rows(benchmark: Benchmark) -> str:
         "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "",
         "FLOPs of a head": lambda row: f"{row.flops:,}" if row.flops else "",
     }
-    columns = {title: of for title, of in columns.items() if any(map(of, benchmark.rows))}
+    columns = {
+        title: format_cell
+        for title, format_cell in columns.items()
+        if any(map(format_cell, benchmark.rows))
+    }
     growth, lines = benchmark.growth(), []
     for mode in benchmark.modes:
         cells = [[mode, *columns]]
         for name in benchmark.candidates:
-            for row in benchmark.of(name, mode):
-                cells.append([name, *(of(row) for of in columns.values())])
+            for row in benchmark.rows_of(name, mode):
+                cells.append([name, *(format_cell(row) for format_cell in columns.values())])
         lines += ["", *aligned(cells)]
         for row in benchmark.rows:
             if row.mode == mode and row.error:
                 lines.append(f"{row.candidate}, {benchmark.axis} {row.size}: {row.error}")
-        for power in growth:
-            if power["mode"] == mode and power["time"] is not None:
-                memory = "" if power["memory"] is None else f", memory as T^{power['memory']:.2f}"
-                lines.append(f"{power['candidate']}: time grows as T^{power['time']:.2f}{memory}")
+        for exponents in growth:
+            if exponents["mode"] == mode and exponents["time"] is not None:
+                memory = (
+                    ""
+                    if exponents["memory"] is None
+                    else f", memory as T^{exponents['memory']:.2f}"
+                )
+                lines.append(
+                    f"{exponents['candidate']}: time grows as T^{exponents['time']:.2f}{memory}"
+                )
     return "\n".join(lines[1:])
 
 
@@ -205,11 +215,11 @@ def plot_rows(benchmark: Benchmark) -> Any:
         "peak MiB": lambda row: max(row.peak_mib, 0.01),  # logarithms have no 0
     }
     for mode, axes in zip(benchmark.modes, grid, strict=True):
-        for axis, (title, of) in zip(axes, measures.items(), strict=True):
+        for axis, (title, measure) in zip(axes, measures.items(), strict=True):
             axis.set_title(mode)
             for i, name in enumerate(benchmark.candidates):
-                rows = benchmark.of(name, mode)
-                x, y = [row.size for row in rows], [of(row) for row in rows]
+                rows = benchmark.rows_of(name, mode)
+                x, y = [row.size for row in rows], [measure(row) for row in rows]
                 if len(benchmark.sizes) == 1:
                     axis.barh([name] * len(y), y, color=f"C{i}")
                 elif rows:

@@ -72,15 +72,15 @@ def step_case(kind: str, runtime: str, tokens: int, options: Options) -> Case:
         blocks = map_tensors(partial(lengthened, tokens=tokens), state.blocks)
         position = torch.full_like(token[:, 0], tokens)
         state = state._replace(position=position, blocks=blocks)
-    held, parameters = flatten_state(state), sum(p.numel() for p in model.parameters())
+    state_tensors, parameters = flatten_state(state), sum(p.numel() for p in model.parameters())
     if runtime == "onnx":
         session = onnx_session(partial(export_onnx_step, model), options)
-        inputs = {"tokens": token.numpy(), **{key: numpy(x) for key, x in held.items()}}
+        inputs = {"tokens": token.numpy(), **{key: numpy(x) for key, x in state_tensors.items()}}
         call: Any = partial(session.run, None, inputs)
     else:
         module: nn.Module | Any = torch.compile(model) if runtime else model
         call = torch.no_grad()(partial(module, token, state))
-    return Case(call, len(token), parameters, state_mib(held))
+    return Case(call, len(token), parameters, state_mib(state_tensors))
 
 
 def numpy(x: Tensor) -> np.ndarray[Any, Any]:

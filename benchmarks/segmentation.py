@@ -56,8 +56,8 @@ class UNet(nn.Module):
         super().__init__()
         self.config = config
         axes, widths = config.axes, [config.width * 2**level for level in range(LEVELS)]
-        before = [config.channels, *widths]
-        self.down = nn.ModuleList(map(_convolutions, [axes] * LEVELS, before, widths))
+        channels = [config.channels, *widths]
+        self.down = nn.ModuleList(map(_convolutions, [axes] * LEVELS, channels, widths))
         self.pool = POOLS[axes](2)
         pairs = list(pairwise(widths))
         self.enlarge = nn.ModuleList(
@@ -78,11 +78,19 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def _convolutions(axes: int, before: int, width: int) -> nn.Module:
+def _convolutions(axes: int, in_channels: int, out_channels: int) -> nn.Module:
     convolution = CONVOLUTIONS[axes]
     return nn.Sequential(
-        *(convolution(before, width, 3, padding=1), nn.GroupNorm(GROUPS, width), nn.ReLU()),
-        *(convolution(width, width, 3, padding=1), nn.GroupNorm(GROUPS, width), nn.ReLU()),
+        *(
+            convolution(in_channels, out_channels, 3, padding=1),
+            nn.GroupNorm(GROUPS, out_channels),
+            nn.ReLU(),
+        ),
+        *(
+            convolution(out_channels, out_channels, 3, padding=1),
+            nn.GroupNorm(GROUPS, out_channels),
+            nn.ReLU(),
+        ),
     )
 
 
@@ -93,7 +101,7 @@ def count(model: nn.Module) -> int:
 
 def unet_of_equal_size(config: DensePredictorConfig) -> UNetConfig:
     """Return the widest U-Net with at most as many parameters as a dense predictor."""
-    most, found = count(config.build()), None
+    max_parameters, largest = count(config.build()), None
     for width in range(GROUPS, 256, GROUPS):
         unet = UNetConfig(
             axes=len(config.image_size),
@@ -101,12 +109,12 @@ def unet_of_equal_size(config: DensePredictorConfig) -> UNetConfig:
             out_channels=config.out_channels,
             width=width,
         )
-        if count(unet.build()) > most:
+        if count(unet.build()) > max_parameters:
             break
-        found = unet
-    if found is None:
-        raise ValueError(f"a U-Net of width {GROUPS} has more than {most:,} parameters")
-    return found
+        largest = unet
+    if largest is None:
+        raise ValueError(f"a U-Net of width {GROUPS} has more than {max_parameters:,} parameters")
+    return largest
 
 
 @dataclass(frozen=True, kw_only=True)

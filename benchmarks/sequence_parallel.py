@@ -110,12 +110,12 @@ class Calculated:
         config: Any = preset(self.model)
         rows = [["layer", *(f"{gpus:,} GPUs" for gpus in self.gpus)]]
         received = {name: layer.received for name, layer in LAYERS.items()} | BASELINES
-        for name, of in received.items():
+        for name, formula in received.items():
             row = [name]
             for gpus in self.gpus:
                 shape = config.width, config.mixer.num_heads
                 sizes = Sizes(gpus, self.tokens, *shape, FLOAT32, BFLOAT16, self.node)
-                passes = of(sizes)
+                passes = formula(sizes)
                 row.append("not possible" if passes is None else in_units(sum(passes)))
             rows.append(row)
         return rows
@@ -134,14 +134,14 @@ class Memory:
 
     def table(self) -> Rows:
         """Return one row for a single process, and one per rank."""
-        share = self.tokens // self.processes
-        peak = partial(peak_mib, MODELS[self.model], share)
-        (alone,) = over_processes(1, peak)
+        shard_tokens = self.tokens // self.processes
+        peak = partial(peak_mib, MODELS[self.model], shard_tokens)
+        (single_process_mib,) = over_processes(1, peak)
         rows = [["process", "tokens", "peak, MiB", "relative"]]
-        rows.append(["single process", f"{share:,}", f"{alone:.0f}", "1"])
+        rows.append(["single process", f"{shard_tokens:,}", f"{single_process_mib:.0f}", "1"])
         for rank, mib in enumerate(over_processes(self.processes, peak)):
-            row = [f"rank {rank} of {self.processes}", f"{share:,}", f"{mib:.0f}"]
-            rows.append([*row, f"{mib / alone:.3f}"])
+            row = [f"rank {rank} of {self.processes}", f"{shard_tokens:,}", f"{mib:.0f}"]
+            rows.append([*row, f"{mib / single_process_mib:.3f}"])
         return rows
 
 

@@ -101,16 +101,18 @@ def softmax_product(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool)
 def decay_recurrence(q: Tensor, k: Tensor, v: Tensor, x: Tensor, *, causal: bool) -> Tensor:
     """LION, Eq. 5 and Theorem B.1, one token at a time in each direction."""
 
-    def visit(*tensors: Tensor, own: bool) -> Tensor:
+    def visit(*tensors: Tensor, includes_token: bool) -> Tensor:
         kv, outputs = torch.zeros_like(k[:, 0].unsqueeze(-1) * v[:, 0].unsqueeze(-2)), []
         for query, key, value, decay in zip(*(y.unbind(1) for y in tensors), strict=True):
             decayed = decay.exp().unsqueeze(-1) * kv
             kv = decayed + key.unsqueeze(-1) * value.unsqueeze(-2)
-            outputs.append((query.unsqueeze(-2) @ (kv if own else decayed)).squeeze(-2))
+            outputs.append((query.unsqueeze(-2) @ (kv if includes_token else decayed)).squeeze(-2))
         return torch.stack(outputs, dim=1)
 
-    o = visit(q, k, v, x, own=True)
-    return o if causal else o + visit(*(y.flip(1) for y in (q, k, v, x)), own=False).flip(1)
+    o = visit(q, k, v, x, includes_token=True)
+    return (
+        o if causal else o + visit(*(y.flip(1) for y in (q, k, v, x)), includes_token=False).flip(1)
+    )
 
 
 def run_form(op: str, case: Case, form: Any, *, causal: bool) -> Tensor:
@@ -125,38 +127,42 @@ def errors_of(op: str, tokens: int, options: Options, *, causal: bool) -> list[d
     additive = op == "additive_decay"
     cases = (additive_cases if additive else decay_cases)(tokens, options)
     recurrence = additive_recurrence if additive else decay_recurrence
-    plain = recurrence if causal or not additive else softmax_product
-    found = []
+    plain_form = recurrence if causal or not additive else softmax_product
+    errors = []
     for dtype in DTYPES:
         rounded = [
             Case(*case[:2], *(x.to(getattr(torch, dtype)) for x in case[2:])) for case in cases
         ]
         batch = [torch.cat(parts) for parts in zip(*(case[2:] for case in rounded), strict=True)]
         exact = recurrence(*(x.double() for x in batch), causal=causal)
-        outputs = {"plain": plain(*batch, causal=causal)}
+        outputs = {"plain": plain_form(*batch, causal=causal)}
         for form in FORMS[op, causal]:
             if tokens <= LONGEST.get(form, tokens):
                 parts = [run_form(op, case, form, causal=causal) for case in rounded]
                 outputs[form] = torch.cat(parts)
         for form, o in outputs.items():
-            errors = (o.double() - exact).abs().amax((1, 2, 3)) / exact.abs().amax((1, 2, 3))
-            for case, error in zip(rounded, errors.tolist(), strict=True):
-                found.append({
+            relative_errors = (o.double() - exact).abs().amax((1, 2, 3)) / exact.abs().amax(
+                (1, 2, 3)
+            )
+            for case, error in zip(rounded, relative_errors.tolist(), strict=True):
+                errors.append({
                     "op": op, "direction": "causal" if causal else "bidirectional", "form": form,
                     "inputs": case.inputs, "kind": case.kind, "dtype": dtype, "tokens": tokens,
                     "error": error,
                 })  # fmt: skip
-    return found
+    return errors
 
 
 def largest(errors: list[dict[str, Any]]) -> dict[tuple[str, ...], dict[tuple[int, str], float]]:
     """Return the largest errors over kinds of inputs, by op and so on, then tokens and dtype."""
     table: dict[tuple[str, ...], dict[tuple[int, str], float]] = {}
-    for e in errors:
-        cells = table.setdefault((e["op"], e["direction"], e["inputs"], e["form"]), {})
-        at = e["tokens"], e["dtype"]
-        error = math.inf if math.isnan(e["error"]) else e["error"]
-        cells[at] = max(cells.get(at, 0.0), error)
+    for record in errors:
+        cells = table.setdefault(
+            (record["op"], record["direction"], record["inputs"], record["form"]), {}
+        )
+        column = record["tokens"], record["dtype"]
+        error = math.inf if math.isnan(record["error"]) else record["error"]
+        cells[column] = max(cells.get(column, 0.0), error)
     return table
 
 
@@ -166,12 +172,15 @@ def plot(errors: list[dict[str, Any]]) -> Figure:
     for axis, (op, causal) in zip(figure.subplots(2, 2).flat, FORMS, strict=True):
         direction = "causal" if causal else "bidirectional"
         for form, dtype in product(("plain", *FORMS[op, causal]), DTYPES):
-            worst: dict[int, float] = {}
-            for e in errors:
-                if (e["op"], e["direction"], e["form"], e["dtype"]) == (op, direction, form, dtype):
-                    worst[e["tokens"]] = max(worst.get(e["tokens"], 0.0), e["error"])
+            key = (op, direction, form, dtype)
+            largest_error: dict[int, float] = {}  # by number of tokens
+            for record in errors:
+                if tuple(record[x] for x in ("op", "direction", "form", "dtype")) == key:
+                    tokens = record["tokens"]
+                    largest_error[tokens] = max(largest_error.get(tokens, 0.0), record["error"])
             line = "-" if dtype == "float32" else "--"
-            axis.plot(list(worst), list(worst.values()), line, marker="o", label=f"{form}, {dtype}")
+            x, y = list(largest_error), list(largest_error.values())
+            axis.plot(x, y, line, marker="o", label=f"{form}, {dtype}")
         axis.set(xscale="log", yscale="log", title=f"{op}, {direction}", xlabel="tokens")
         axis.set_ylabel("largest relative error")
         axis.legend(fontsize="small")
@@ -188,7 +197,9 @@ def main(options: Options) -> None:
     columns = list(product(options.tokens, DTYPES))
     rows = [["op", "direction", "inputs", "form", *(f"{n} {dtype}" for n, dtype in columns)]]
     for key, cells in sorted(largest(errors).items(), key=lambda item: item[0][:2]):
-        rows.append([*key, *(f"{cells[at]:.1e}" if at in cells else "" for at in columns)])
+        rows.append(
+            [*key, *(f"{cells[column]:.1e}" if column in cells else "" for column in columns)]
+        )
     print("\n".join(aligned(rows)))
     results = {"options": options, "environment": environment(torch.device("cpu"))}
     write(options.out, "stability", plot(errors), **results, errors=errors)

@@ -24,7 +24,7 @@ from onescan.experiments.training.evaluation import evaluate
 from onescan.experiments.training.linearize_folder import MaskedAdapter, WholeRows
 from onescan.experiments.training.optim import build_optimizer, learning_rate
 
-SPECIAL = ("[PAD]", "[UNK]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[MASK]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Options:
     learning_rate: float = 1e-3
     """Peak learning rate."""
     log_every: int = 100
-    """Steps between lines."""
+    """Steps between printed lines."""
 
 
 def main(options: Options) -> None:
@@ -102,7 +102,7 @@ def main(options: Options) -> None:
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of transformers with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     plain = Tokenizer(models.BPE(vocabulary, [], unk_token="[UNK]"))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()

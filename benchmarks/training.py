@@ -1,4 +1,4 @@
-"""Training speed of recipes side by side: equal numbers of steps, interleaved in rounds.
+"""Compare the training speed of recipes over equal numbers of steps, interleaved in rounds.
 
 python benchmarks/training.py --data FOLDER
 python benchmarks/training.py --candidates digits digits/without_tpe --steps 40
@@ -105,8 +105,8 @@ def main(options: Options) -> None:
     figure = Figure(figsize=(6, 1 + 0.5 * len(results)), layout="constrained")
     figure.subplots().barh(list(results), [row["images/s"] for row in results.values()])
     figure.axes[0].set_xlabel("images per second")
-    where = environment(find_device(options.device))
-    write(options.out, "training", figure, options=options, environment=where, results=results)
+    machine = environment(find_device(options.device))
+    write(options.out, "training", figure, options=options, environment=machine, results=results)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_statistics_of_known_times(tmp_path, capsys):
     times["first"] = lambda size, step: size * [0.0, 2.0, 4.0, 2.0][step]
     times["second"] = lambda size, step: size**2 * [0.0, 8.0, 8.0, 12.0][step]
     result = run(tmp_path, items="tokens")
-    first, second = (result.of(name, FORWARD)[1] for name in NAMES[:2])
+    first, second = (result.rows_of(name, FORWARD)[1] for name in NAMES[:2])
     assert first.rounds_ms == (4.0, 8.0, 4.0)
     assert first.quartiles_ms == (4.0, 4.0, 6.0)
     assert (first.ratio, second.ratio) == (1.0, 8.0)
@@ -522,9 +522,11 @@ def test_weights_are_in_the_data_type_and_models_are_compiled_on_request(monkeyp
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
     options = Options(device="meta", dtype="bfloat16")
-    weight = benchmark_cases.place(lambda: torch.nn.Linear(2, 3), options).weight
+    weight = benchmark_cases.build_on_device(lambda: torch.nn.Linear(2, 3), options).weight
     assert (weight.device.type, weight.dtype, compiled) == ("meta", torch.bfloat16, [])
-    benchmark_cases.place(lambda: torch.nn.Linear(2, 3), dataclasses.replace(options, compile=True))
+    benchmark_cases.build_on_device(
+        lambda: torch.nn.Linear(2, 3), dataclasses.replace(options, compile=True)
+    )
     assert len(compiled) == 1
 
 
