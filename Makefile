@@ -25,8 +25,10 @@ demo: $(INSTALLED)  ## train on handwritten digits with three seeds
 test: $(INSTALLED)  ## run the fast tests and doctests, with shapes checked in every call
 	$(BIN)/python -m pytest -m "not compile and not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
 
+# Without shape checks, which take a third of the time; the fast tests have them.
 test-slow: $(INSTALLED)  ## run the tests that take minutes: killed runs, several processes, kernels, all options
-	$(BIN)/python -m pytest -m "slow and not compile and not gpu" -n auto --maxprocesses 8 --dist worksteal tests
+	$(BIN)/python -m pytest -m "slow and not compile and not gpu" --jaxtyping-packages= \
+		-n auto --maxprocesses 8 --dist worksteal tests
 
 check: lint types test test-slow compile  ## run everything that a pull request must pass, on a CPU
 
