@@ -77,7 +77,7 @@ LEAD = (
     " If a seed occurs twice, each machine has its own row."
 )
 NOTE = (
-    "Seeds: their number and, in brackets, their values. Test metrics are the mean and standard "
+    "Seeds: their number and, in parentheses, their values. Test metrics are the mean and standard "
     "deviation over seeds; all other numbers are means over seeds. Examples/s is the throughput of "
     "the median training step. Training is the time of all training steps, without evaluations and "
     "checkpoints. Waiting is the share of this time spent waiting for data. Memory is the peak, of "
