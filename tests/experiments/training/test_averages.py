@@ -152,7 +152,7 @@ def test_parts_of_a_batch_have_their_share_of_the_labels(tmp_path):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # states, which are views
 def test_every_task_gives_the_same_numbers_in_every_layout(tmp_path):
     start(RUNS, tmp_path, "one")
-    for layout in PROCESSES:
+    for layout in PROCESSES.keys() - {"ddp"}:  # a part of "both"; tested alone above
         names = set(RUNS)
         if layout != "parts":
             names -= {"mixed"}  # images of one process

@@ -263,16 +263,16 @@ def test_two_processes_shard_sequences(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # states, which are views
 @pytest.mark.parametrize(
-    ("processes", "machine"),
+    ("names", "processes", "machine"),
     [
-        (2, {"sequence_parallel": 2, "gradient_accumulation_steps": 2}),
-        (4, {"sequence_parallel": 4, "gradient_checkpointing": True}),
-        (4, {"sequence_parallel": 2}),
-        (4, {"sequence_parallel": 2, "fsdp": True, "gradient_accumulation_steps": 2}),
+        (RUNS, 2, {"sequence_parallel": 2, "gradient_accumulation_steps": 2}),
+        (RUNS, 4, {"sequence_parallel": 4, "gradient_checkpointing": True}),
+        (QUICK, 4, {"sequence_parallel": 2}),
+        (RUNS, 4, {"sequence_parallel": 2, "fsdp": True, "gradient_accumulation_steps": 2}),
     ],
 )
-def test_layouts_of_processes(tmp_path, processes, machine):
-    check_layout(RUNS, tmp_path, processes, **machine)
+def test_layouts_of_processes(tmp_path, names, processes, machine):
+    check_layout(names, tmp_path, processes, **machine)
 
 
 def unaugmented_run(folder):
