@@ -39,7 +39,7 @@ types: $(INSTALLED)  ## check static types
 	$(BIN)/mypy
 
 # Dynamo refuses functions that jaxtyping's hook has wrapped, so these run without it.
-compile: $(INSTALLED)  ## run the tests of torch.compile, without shape checks
+compile: $(INSTALLED)  ## run the tests of torch.compile and of more exports, without shape checks
 	$(BIN)/python -m pytest -m compile -o addopts="--strict-markers"
 
 # An environment that has onescan's dependencies, torch and pytest is used as it is: a machine with a

@@ -36,11 +36,23 @@ VOCABULARY, WIDTH = 50, 32
 TOLERANCE = 1e-5  # of the largest output
 LENGTHS = ((1, 1), (3, 65), (2, 200))  # batch size and tokens; chunks have 64
 PATCHES = ((1, (2, 9, 4)), (3, (5, 3, 2)), (2, (4, 7, 9)))  # batch size and patches per side
-# The cheapest model of each kind, for the fast tests.
+# An export takes up to a minute. The fast tests have the cheapest model of each kind, the slow ones
+# one of each mixer, and `make compile` the others.
 FAST = ("deit_tiny", "dit_s_8", "gpt2_small", "bert_base")
-over_rows = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
-)
+SLOW = (
+    "lightnet_tiny", "hgrn_tiny", "lion_s_tiny", "lion_s_natural_tiny", "lion_lit_tiny", "ldn_base",
+    "gated_deltanet_tiny", "hydra_small", "vision_rwkv_tiny", "vim_tiny", "lightnet_dit_s_8",
+    "lightnet_lm_45m", "kda_lm_47m", "mamba2_lm_1300m", "lion_s_mlm_base", "dense_predictor",
+    "sequence_decoder",
+)  # fmt: skip
+
+
+def over(names):
+    marks = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(FAST, ())
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=marks.get(name, pytest.mark.compile)) for name in names],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +160,7 @@ def check(model, run, free, masked):
         assert_near(got, want)
 
 
-@over_rows
+@over(ROWS)
 def test_programs_and_onnx_files_equal_the_model_at_other_sizes(name, tmp_path):
     sizes, mask, outcome, _ = ROWS[name]
     assert outcome == EQUAL
@@ -166,14 +178,7 @@ def test_programs_and_onnx_files_equal_the_model_at_other_sizes(name, tmp_path):
     check(model, run, sizes == "any", bool(extra))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "gpt2_small" else pytest.param(name, marks=pytest.mark.slow)
-        for name, row in ROWS.items()
-        if row[3] == EQUAL
-    ],
-)
+@over(name for name, row in ROWS.items() if row[3] == EQUAL)
 def test_onnx_steps_equal_the_model(name, tmp_path):
     model = small(name)
     program, state = export_step(model).module(), initial_state(model, batch=2)
