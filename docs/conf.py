@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # the site shows its equations without a network
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
@@ -80,6 +81,8 @@ def escape_unpacking(app, kind, name, thing, options, lines):
 
 
 def setup(app):
+    # It only copies files after the build, but does not declare that this is safe.
+    app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
     app.connect("autodoc-process-docstring", escape_unpacking)
     app.connect("source-read", link_inside_the_site)
     app.connect("include-read", link_from_included_file)
