@@ -86,7 +86,8 @@ def write_page(results: Results, docs: Path) -> None:
 
 def introduction(results: Results) -> str:
     """Return the introduction of the page."""
-    machines = sorted({result.environment["cpu"] for result in results.values()})
+    names = {result.environment["cpu"] for result in results.values()}
+    machines = sorted(name.replace("(R)", "").removesuffix(" Processor") for name in names)
     return INTRODUCTION.format(
         tolerance=queue.TOLERANCE,
         count=len(results),
