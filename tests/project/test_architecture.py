@@ -268,6 +268,7 @@ NOT_IMPORTED = {
     "sphinx": "a command",
     "pydata-sphinx-theme": "named in docs/conf.py",
     "myst-nb": "named in docs/conf.py",
+    "sphinx-mathjax-offline": "named in docs/conf.py",
     "ipykernel": "runs the notebooks of the documentation",
     "beartype": "pytest's --jaxtyping-packages option",
     "mypy": "a command",
