@@ -42,8 +42,8 @@ FAST = ("deit_tiny", "dit_s_8", "gpt2_small", "bert_base")
 SLOW = (
     "lightnet_tiny", "hgrn_tiny", "lion_s_tiny", "lion_s_natural_tiny", "lion_lit_tiny", "ldn_base",
     "gated_deltanet_tiny", "hydra_small", "vision_rwkv_tiny", "vim_tiny", "lightnet_dit_s_8",
-    "lightnet_lm_45m", "kda_lm_47m", "mamba2_lm_1300m", "lion_s_mlm_base", "dense_predictor",
-    "sequence_decoder",
+    "lightnet_hybrid_tiny", "lightnet_lm_45m", "kda_lm_47m", "mamba2_lm_1300m",
+    "lion_s_mlm_base", "dense_predictor", "sequence_decoder",
 )  # fmt: skip
 
 
