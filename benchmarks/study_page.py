@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ Finished runs: {count} of {total}, not counting third seeds that may be added la
 runs took {hours:.1f} CPU hours, each on one CPU thread ({machines}).
 """
 
+MISSING = """\
+These runs of the queue have no result yet. The number of runs is in parentheses:"""
+
 
 def write_page(results: Results, docs: Path) -> None:
     """Write the page and its figures into the documentation folder, and remove old figures.
@@ -74,6 +77,7 @@ def write_page(results: Results, docs: Path) -> None:
         if diverged := [result.name for result in trained if result.error]:
             parts += [f"These runs diverged, and are not in the figure: {', '.join(diverged)}.", ""]
         parts += sweeps(name, runs)
+    parts += missing(results)
     images = docs / IMAGES
     images.mkdir(parents=True, exist_ok=True)
     for file in images.glob(f"{PREFIX}*.svg"):
@@ -191,6 +195,25 @@ def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
         )
     caption = f"{METRICS[suite.metric].capitalize()} on held-out training data, by learning rate:"
     return [f"### {suite.title}: learning rate sweeps", "", caption, "", *markdown(rows), ""]
+
+
+def missing(results: Results) -> list[str]:
+    """Return the section that lists the runs without a result."""
+    lines = []
+    for name in queue.SUITES:
+        runs = queue.planned_runs(results)
+        left = [run for run in runs if run.suite == name and run.name not in results]
+        counts = Counter((run.is_sweep, run.variant) for run in left)
+        variants = queue.find_suite(name).variants
+        for is_sweep, what in ((False, "runs"), (True, "runs of learning rate sweeps")):
+            models = [
+                f"{variant.title} ({counts[is_sweep, key]})"
+                for key, variant in variants.items()
+                if counts[is_sweep, key]
+            ]
+            if models:
+                lines.append(f"- {queue.find_suite(name).title}, {what}: {'; '.join(models)}")
+    return ["## Missing runs", "", MISSING, "", *lines, ""] if lines else []
 
 
 def by_title(suite: Suite, runs: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:

@@ -622,6 +622,7 @@ def test_the_page_and_its_figures_depend_only_on_the_results(tiny, tmp_path):
     assert " | 0.002 | 2.0 |" in page
     assert "| Model full | 1.00% | **2.00%** |" in page
     assert "Finished runs: 8 of 8, not counting third seeds" in page
+    assert "Missing runs" not in page
     assert "](images/study_digits.svg)" in page
     assert not (tmp_path / "images" / "study_old.svg").exists()
     overview = (tmp_path / "results.md").read_text()
@@ -644,6 +645,13 @@ def test_the_page_shows_claims_that_are_not_confirmed(tiny, tmp_path):
     assert "3 | **undecided** |" in page_of(reverse, tmp_path)
     refuted = results(full_0=0.4, plain_0=0.5, full_1=0.4, plain_1=0.5, full_2=0.41, plain_2=0.5)
     assert "-9.67 ± 0.33 | 3 | **refuted** |" in page_of(refuted, tmp_path)
+
+
+def test_the_page_lists_missing_runs(tiny, tmp_path):
+    page = page_of(results(full_0=0.6), tmp_path)
+    assert "## Missing runs" in page
+    assert "- Digits, runs: Model full (1); Model plain (2)\n" in page
+    assert "- Digits, runs of learning rate sweeps: Model full (2)\n" in page
 
 
 @pytest.mark.parametrize("field", ["steps", "data"])
