@@ -51,9 +51,9 @@ class AttentionLayer(nn.Module):
                 opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
                 a context, has zero output. It keeps its position, as other tokens do.
             state: State returned by a previous call, to continue a sequence, or a grid along its
-                first axis: row by row or frame by frame. Causal layers only, without a prefix. It
-                is part of the autograd graph: on long streams, detach its tensors between training
-                steps or use `torch.no_grad`.
+                first axis: row by row or frame by frame, never by parts of a row. Causal layers
+                only, without a prefix. It is part of the autograd graph: on long streams, detach
+                its tensors between training steps or use `torch.no_grad`.
             return_state: Return the state after the last token as well. Causal layers only.
             prefix: Number of tokens before the grid, such as a class token.
             context_shape: Size of each axis of the context's grid, for layers with rotary

@@ -98,6 +98,14 @@ def test_two_causal_calls_equal_one(kind):
         torch.testing.assert_close(torch.cat([first, second], 1), expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 3), (1, 3, 2)])
+def test_a_grid_continues_only_along_its_first_axis(shape):
+    layer = LightNetAttention(24, num_heads=2, axes=3, causal=True)
+    _, state = layer(torch.randn(1, 12, 24), (2, 2, 3), return_state=True)
+    with pytest.raises(ValueError, match=r"^shape is \(1, .* sizes \(2, 3\) after the first axis"):
+        layer(torch.randn(1, Grid(shape).tokens, 24), shape, state=state)
+
+
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])
 def test_lightnet_reads_itself_as_context(shape):
     layer = build(LightNetAttention, axes=len(shape))

@@ -225,7 +225,7 @@ class LightNetMixer(LinearAttention):
             return None
         if len(grid.shape) == 1 and not grid.prefix and sequence_group(None) is None:
             return RotaryPositions(self.theta, start)
-        start = _first_axis_position(start, grid)
+        start = start // math.prod(grid.shape[1:])  # from tokens to positions of the first axis
         return lrpe_angles(grid.shape, self.theta, prefix=grid.prefix, start=start)
 
     def scan(
@@ -334,19 +334,6 @@ class LightNetMixer(LinearAttention):
 def _table(angles: Angles | RotaryPositions | None, x: Keys) -> Angles | None:
     """Return a table of angles, computed if they are given as `RotaryPositions`."""
     return angles.angles(x.shape[1]) if isinstance(angles, RotaryPositions) else angles
-
-
-def _first_axis_position(position: Any, grid: Grid) -> Any:
-    """Return the position along the first axis after this number of tokens of a grid."""
-    if len(grid.shape) == 1:
-        return position
-    tokens = math.prod(grid.shape[1:])
-    if isinstance(position, int) and position % tokens:
-        raise ValueError(
-            f"state.position is {position} with {grid}, expected a multiple of {tokens}: grids of "
-            "successive calls may differ only along the first axis"
-        )
-    return position // tokens
 
 
 def _log_gain(

@@ -147,11 +147,14 @@ class LinearAttentionState(NamedTuple):
         window: The last inputs of the convolution, [B, conv_size - 1, channels]; None without one.
         position: Number of tokens seen, without the prefix; an integer tensor in exported programs.
             None if positions are not rotary.
+        slice_shape: Sizes of the grid along all axes but the first, which later calls must repeat;
+            None with one axis, or if positions are not rotary.
     """
 
     attention: Any
     window: Window | None = None
     position: Position | None = None
+    slice_shape: tuple[int, ...] | None = None
 
 
 class ScanOptions(NamedTuple):
@@ -318,6 +321,13 @@ class LinearAttention(Mixer, ABC):
         x = masked(x, keep)
         parts, gate, extra = self._projected(x)
         start = 0 if previous.position is None else previous.position
+        slice_shape = grid.shape[1:] or None
+        if previous.slice_shape not in (None, slice_shape):
+            raise ValueError(
+                f"shape is {grid.shape}, but the state continues a grid with sizes "
+                f"{previous.slice_shape} after the first axis: grids of successive calls may "
+                "differ only along the first axis"
+            )
         angles = self.angles(parts[0], grid, start)
         if state is not None:
             _check_parts(state, window=self.conv is not None, position=angles is not None)
@@ -334,8 +344,9 @@ class LinearAttention(Mixer, ABC):
         o = masked(self._output(x, o, gate), keep)
         if config.state_block is None or attention is None:
             return o, None
-        position = None if angles is None else start + _length(x, grid)
-        return o, LinearAttentionState(attention, window, position)
+        if angles is None:
+            return o, LinearAttentionState(attention, window)
+        return o, LinearAttentionState(attention, window, start + _length(x, grid), slice_shape)
 
     def read_context(
         self,
