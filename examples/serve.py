@@ -184,6 +184,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     model, tokenizer = load_language_model(arguments.checkpoint)
     model, address = model.to(arguments.device), (arguments.host, arguments.port)
-    with Server(address, model, tokenizer) as server, suppress(KeyboardInterrupt):
+    try:
+        server = Server(address, model, tokenizer)
+    except OSError as error:
+        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror}")
+    with server, suppress(KeyboardInterrupt):
         print(f"listening on {arguments.host}:{server.server_port}", flush=True)
         server.serve_forever()

@@ -55,9 +55,11 @@ class Patchify(nn.Module):
         """Return the number of patches along each axis of an input of size (channels, *sides)."""
         channels, *sides = size
         if len(sides) != len(self.patch_size) or channels != self.channels:
+            is_one_short = len(sides) == len(self.patch_size) - 1
+            hint = "; add the batch dimension if it is missing: x[None]" if is_one_short else ""
             raise ValueError(
                 f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
-                f"expected {self.channels} channels and {len(self.patch_size)} axes"
+                f"expected {self.channels} channels and {len(self.patch_size)} axes{hint}"
             )
         may_be_empty = sequence_group(None) is not None  # a rank may have no patch
         if any(side < 1 for side in (sides[1:] if may_be_empty else sides)):

@@ -92,6 +92,8 @@ class ContinuousBatch:
         """Raise ValueError if `add` would reject its arguments."""
         sampling.check()
         check_whole(1, max_new_tokens=max_new_tokens)
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens is {named_type(tokens)}, expected a tensor of token ids")
         if len(tokens) != 1 or not 1 <= tokens.shape[1] <= START:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected (1, T), T >= 1")
         check_token_ids(tokens, self.model.config.vocab_size)
@@ -188,6 +190,14 @@ class BatchWorker(threading.Thread):
 
     Args:
         batch: Batch that no other thread uses.
+
+    >>> from onescan.models.causal_lm import CausalLMConfig
+    >>> model = CausalLMConfig(vocab_size=11, width=24, depth=1).build().eval()
+    >>> worker = BatchWorker(ContinuousBatch(model))
+    >>> worker.start()
+    >>> len(list(worker.stream(torch.tensor([[1, 2, 3]]), max_new_tokens=5)))
+    5
+    >>> worker.stop()
     """
 
     def __init__(self, batch: ContinuousBatch) -> None:
@@ -195,18 +205,23 @@ class BatchWorker(threading.Thread):
         self.batch = batch
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def stream(self, tokens: Tokens, sampling: Sampling, **options: Any) -> Iterator[int]:
+    def stream(
+        self, tokens: Tokens, sampling: Sampling | None = None, **options: Any
+    ) -> Iterator[int]:
         """Return an iterator over the tokens of a new sequence; closing it removes the sequence.
 
         Args:
             tokens: Prompt of at least one token, of shape ``[1, T]``.
-            sampling: How to choose the next token.
+            sampling: How to choose the next token. ``None`` takes the most likely one.
             options: Further arguments of `ContinuousBatch.add`.
 
         Raises:
             ValueError: See `ContinuousBatch.add`.
-            RuntimeError: While iterating, if the thread has stopped.
+            RuntimeError: If the thread has not been started or, while iterating, has stopped.
         """
+        if self.ident is None:
+            raise RuntimeError("the worker has not been started: call start() first")
+        sampling = Sampling() if sampling is None else sampling
         self.batch.check(tokens, sampling, max_new_tokens=options["max_new_tokens"])
         return self._receive(tokens, sampling, options)
 
@@ -253,7 +268,8 @@ class BatchWorker(threading.Thread):
     def stop(self) -> None:
         """End the thread after its current step, and with it all sequences."""
         self._waiting.put(None)
-        self.join()
+        if self.is_alive():
+            self.join()
 
 
 class _Client:

@@ -43,6 +43,14 @@ def _silent(monkeypatch):
     monkeypatch.setattr(serve.Handler, "log_message", lambda *_: None)
 
 
+def test_a_port_in_use_is_named_in_one_line(server):
+    command = [sys.executable, serve.__file__, CHECKPOINT, "--port", str(server.server_port)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert f"error: cannot listen on 127.0.0.1:{server.server_port}: " in process.stderr
+
+
 def send(server, body):
     connection = http.client.HTTPConnection(*server.server_address, timeout=300)
     body = body if isinstance(body, bytes) else json.dumps(body)

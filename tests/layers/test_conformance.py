@@ -296,6 +296,14 @@ def test_weights_that_are_not_saved_and_growing_states_are_found():
 def test_other_objects_are_refused():
     with pytest.raises(ValueError, match="config is a str, expected a MixerConfig"):
         unwrap(check_mixer)("lion_s")
+    with pytest.raises(ValueError, match="config is the class PlainConfig, expected an instance"):
+        unwrap(register_mixer)("plain", PlainConfig)
+
+    class Undecorated(PlainConfig):
+        rank: int = 3
+
+    with pytest.raises(ValueError, match=r"^Undecorated declares options, but is not a dataclass"):
+        check_mixer(Undecorated())
 
     class Empty(PlainConfig):
         def build(self, *, width, axes):

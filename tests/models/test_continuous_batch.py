@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import jaxtyping
 import pytest
 import torch
 from tiny_language_models import CAUSAL, OPTIONS, causal, ids
@@ -52,7 +53,7 @@ def test_a_sequence_leaves_at_its_end_and_when_removed():
     assert batch.step() == []
 
 
-def test_invalid_arguments_are_rejected():
+def test_invalid_arguments_are_rejected(monkeypatch):
     with pytest.raises(ValueError, match=r"state that grows with the text: blocks\.0\.k"):
         ContinuousBatch(causal(CAUSAL["gpt2"]))
     batch = ContinuousBatch(causal(CAUSAL["lion"]))
@@ -67,6 +68,9 @@ def test_invalid_arguments_are_rejected():
         batch.add(ids(1, 3), Sampling(temperature=1e-40), max_new_tokens=1)
     with pytest.raises(ValueError, match="temperature is -1"):
         batch.add(ids(1, 3), Sampling(temperature=-1.0), max_new_tokens=1)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match="tokens is a str, expected a tensor of token ids"):
+        batch.add("ROMEO:", max_new_tokens=1)
 
 
 def test_threads_share_a_worker():
@@ -87,4 +91,11 @@ def test_threads_share_a_worker():
     with pytest.raises(RuntimeError, match="the model has stopped"):
         list(endless)
     with pytest.raises(RuntimeError, match="the model has stopped"):
-        next(worker.stream(ids(1, 3), Sampling(), max_new_tokens=1))
+        next(worker.stream(ids(1, 3), max_new_tokens=1))
+
+
+def test_a_worker_that_was_not_started_says_so():
+    worker = BatchWorker(ContinuousBatch(causal(CAUSAL["lion"])))
+    with pytest.raises(RuntimeError, match=r"not been started: call start\(\) first"):
+        worker.stream(ids(1, 3), max_new_tokens=1)
+    worker.stop()

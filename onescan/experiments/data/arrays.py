@@ -294,7 +294,8 @@ class ArrayDatasetConfig(DataConfig):
         arrays = _open(self.path)
         name = "x_train" if "x_train" in arrays else "x"
         if name not in arrays:
-            names = ", ".join(sorted(arrays)) or "none"
+            folders = [f"the folder {x.name}" for x in Path(self.path).glob("*/")]
+            names = ", ".join(sorted(arrays) + sorted(folders)) or "none"
             raise ValueError(
                 f"data.path is {self.path!r}, which has no array x; found: {names}. A folder holds "
                 "x.npy and y.npy or, for segmentation, folders images and masks"

@@ -131,9 +131,9 @@ class ForecastDatasetConfig(DataConfig):
         context = self.context or max(min(max(usual, season), 2 * (training - horizon) // 3), 1)
         if training < context + horizon:
             raise ValueError(
-                f"data.path is {self.path!r}, which has {training} steps before the test period of "
-                f"{length - training} steps, expected at least {context + horizon}: data.context "
-                f"{context} + data.horizon {horizon}"
+                f"data.path is {self.path!r}, which has {length} steps, {max(training, 0)} of them "
+                f"before the test period, expected at least {context + horizon} before it: "
+                f"data.context {context} + data.horizon {horizon}"
             )
         if self.seasonality is None and season > context:
             season = 1

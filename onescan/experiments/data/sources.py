@@ -325,6 +325,11 @@ def _images_by_class(
                 f"data.path is {path!r}, where the name of {file!r} is not UTF-8"
             ) from None
         classes[name].append(file)
+    if labeled and classes.keys() == {"images", "masks"}:
+        raise ValueError(
+            f"data.path is {path!r}, whose folders are images and masks instead of one for each "
+            "class: for segmentation, train the recipe segmenter"
+        )
     notes += report_left_out({str(Path(folder) / name): count for name, count in counts.items()})
     for entry in _entries(folder):
         if labeled and _is_folder(entry) and entry.name not in classes:

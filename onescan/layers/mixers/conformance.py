@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onescan import configs
 from onescan.checks import check_whole
-from onescan.layers.mixers.contract import Mixer, MixerConfig, call_mixer
+from onescan.layers.mixers.contract import Mixer, MixerConfig, call_mixer, check_is_config
 from onescan.messages import named_type
 from onescan.ops.packing import Packing
 from onescan.shapes import Grid
@@ -43,8 +43,7 @@ def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple
     'the state keeps its size'
     """
     check_whole(1, width=width, axes=axes)
-    if not isinstance(config, MixerConfig):
-        raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
+    check_is_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         checked = [

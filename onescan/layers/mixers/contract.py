@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from inspect import get_annotations
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -265,6 +266,20 @@ class Mixer(nn.Module, ABC):
 
     def init_weights(self) -> None:
         """Initialize weights for which the model's default is unsuitable; models call this last."""
+
+
+def check_is_config(config: Any) -> None:
+    """Raise ValueError unless this is an instance of a dataclass of options of a mixer."""
+    if isinstance(config, type):
+        raise ValueError(f"config is the class {config.__name__}, expected an instance of it")
+    if not isinstance(config, MixerConfig):
+        raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
+    kind = type(config)
+    if get_annotations(kind) and "__dataclass_fields__" not in vars(kind):
+        raise ValueError(
+            f"{kind.__name__} declares options, but is not a dataclass: put "
+            "@dataclass(frozen=True, kw_only=True) before it"
+        )
 
 
 def call_mixer(mixer: nn.Module, x: Hidden, grid: Grid, **options: Any) -> tuple[Hidden, Any]:

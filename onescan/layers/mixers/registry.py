@@ -4,7 +4,7 @@ import re
 
 from onescan.checks import check_choice
 from onescan.layers.decays import FixedDecayConfig, NoDecayConfig
-from onescan.layers.mixers.contract import MixerConfig
+from onescan.layers.mixers.contract import MixerConfig, check_is_config
 from onescan.layers.mixers.delta_rule import (
     DeltaProductMixerConfig,
     GatedDeltaNetMixerConfig,
@@ -13,7 +13,6 @@ from onescan.layers.mixers.delta_rule import (
 from onescan.layers.mixers.lightnet import LightNetMixerConfig
 from onescan.layers.mixers.lion import LINEAR_TRANSFORMERS, LionMixerConfig
 from onescan.layers.mixers.softmax import SoftmaxMixerConfig
-from onescan.messages import named_type
 
 HYBRID = "_hybrid"  # suffix of names: softmax attention in every fourth block
 
@@ -49,8 +48,7 @@ def register_mixer(name: str, config: MixerConfig) -> None:
     >>> mixer_named("retnet_wide").key_width
     64
     """
-    if not isinstance(config, MixerConfig):
-        raise ValueError(f"config is {named_type(config)}, expected a MixerConfig")
+    check_is_config(config)
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name.endswith(HYBRID):
         raise ValueError(
             f"name is {name!r}, expected letters, digits and underscores, beginning with a letter "

@@ -317,6 +317,13 @@ def test_arrays_are_predicted(signals, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_folders_are_named_where_arrays_are_missing(tmp_path):
+    for name in ("images", "annotations"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"found: the folder annotations, the folder images\. A"):
+        ArrayDatasetConfig(path=str(tmp_path)).infer_layout()
+
+
 @pytest.mark.slow
 def test_arrays_that_cannot_be_predicted_are_named(signals, tmp_path, capsys):
     x = np.ones((3, 2, 40))

@@ -187,7 +187,7 @@ def test_the_season_is_that_of_the_times(tmp_path):
         ({"test_fraction": 1.0}, r"data\.test_fraction is 1\.0, expected between 0 and 1"),
         (
             {"context": 94},
-            r"96 steps before the test period of 24 steps, expected at least 97: data.context 94",
+            r"has 120 steps, 96 of them before the test period, expected at least 97 before it",
         ),
         (
             {"seasonality": 13},
