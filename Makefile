@@ -99,7 +99,7 @@ endif
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	@rm -f $@
-	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,export,generation,text]'
+	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs,train,vision,text,generation,export]'
 	@printf '%s' '$(CURDIR)' > $@
 
 ifneq ($(filter integrations,$(MAKECMDGOALS)),)
