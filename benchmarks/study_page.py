@@ -102,12 +102,13 @@ def introduction(results: Results) -> str:
 
 
 def claims(results: Results) -> list[str]:
-    """Return the lines of the table of all claims and their verdicts."""
+    """Return the lines of the table of all claims and their verdicts, those not run yet last."""
     rows = [["claim", "paper", "this study", "difference", "seeds", "verdict"]]
+    not_run = []
     for claim in queue.CLAIMS:
         differences = queue.differences(claim, results)
         if not differences:
-            rows.append([claim.text, claim.reported, "", "", "0", "not run yet"])
+            not_run.append([claim.text, claim.reported, "", "", "0", "not run yet"])
             continue
         verdict = verdict_of(list(differences.values()))
         results_of_both = [
@@ -122,7 +123,7 @@ def claims(results: Results) -> list[str]:
         rows.append(
             [claim.text, claim.reported, measured, formatted, seeds, f"**{verdict.outcome}**"]
         )
-    return markdown(rows)
+    return markdown(rows + not_run)
 
 
 def check_equal(claim: Claim, better: Sequence[Result], worse: Sequence[Result]) -> None:

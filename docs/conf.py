@@ -30,6 +30,7 @@ myst_heading_anchors = 3
 nb_execution_mode = os.environ.get("ONESCAN_DOCS_NOTEBOOKS", "cache")  # "off": do not run them
 nb_execution_in_temp = True  # notebooks write files
 nb_execution_timeout = 600
+nb_output_stderr = "remove"  # progress bars and warnings with local paths
 nb_merge_streams = True  # one box for the lines that a cell prints
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # notebooks run at the same time
 nb_execution_raise_on_error = True
