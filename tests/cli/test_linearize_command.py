@@ -99,6 +99,13 @@ def run(folder, model, data, out, *options):
     return main(["linearize", *words, *FAST, *options])
 
 
+def test_divergence_names_the_option(folder, tmp_path, capsys):
+    assert run(folder, "masked", "text.txt", tmp_path / "a", "--learning-rate", "1e30") == 1
+    error = capsys.readouterr().err
+    assert "onescan: error: training diverged at step " in error
+    assert error.endswith("; try a smaller --learning-rate (now 1e+30)\n")
+
+
 @pytest.mark.parametrize(
     ("model", "data", "metrics"),
     [
