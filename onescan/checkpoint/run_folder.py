@@ -70,6 +70,15 @@ def is_linearized(folder: Path) -> bool:
     return False
 
 
+def linearized_error(folder: Path) -> ValueError:
+    """Return the error for a folder written by `save_linearized`, where a run is expected."""
+    return ValueError(
+        f"{folder} holds a linearized model of transformers, which onescan's commands do not read: "
+        "load it with load_linearized of onescan.integrations.transformers or, after `import "
+        "onescan.integrations.transformers`, with transformers' Auto classes and pipelines"
+    )
+
+
 def holds_only_model(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json has no data and no task, as `save_pretrained` writes it."""
     run = config.get("run")
@@ -97,10 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     content = path.read_bytes()
     data = parse_json(content, path, "restore it from a backup")
     if isinstance(data, dict) and data.get("model_type") == LINEARIZED:
-        raise ValueError(
-            f"{folder} holds a linearized model of transformers: load it with load_linearized of "
-            "onescan.integrations.transformers, or with transformers' Auto classes and pipelines"
-        )
+        raise linearized_error(folder)
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")
     _check_version(path, data["onescan"])

@@ -120,6 +120,11 @@ def test_models_are_linearized(folder, tmp_path, capsys, model, data, metrics):
     printed = capsys.readouterr().out
     assert "linear attention (lightnet) in 2 layers" in printed
     assert "held-out accuracy: " in printed
+    assert printed.endswith(
+        f"{out}: saved. To load the model in Python:\n"
+        "  from onescan.integrations.transformers import load_linearized\n"
+        f"  model = load_linearized({str(out)!r})\n"
+    )
     results = json.loads((out / "linearize.json").read_text())
     assert set(results["original"]) == set(results["linear"]) == metrics
     restored = load_linearized(out)

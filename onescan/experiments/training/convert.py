@@ -12,7 +12,7 @@ from torch import nn
 
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import write_atomically
-from onescan.checkpoint.run_folder import write_config
+from onescan.checkpoint.run_folder import is_linearized, linearized_error, write_config
 from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
 from onescan.checks import check_choice
 from onescan.experiments.data import ImageDatasetConfig
@@ -95,6 +95,8 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
             f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
             "it to another library"
         )
+    if not isinstance(model_or_path, nn.Module) and is_linearized(model_or_path):
+        raise linearized_error(model_or_path)
     foreign = read(model_or_path, num_heads=num_heads)
     if is_native(foreign.fields):
         raise ValueError(
