@@ -19,6 +19,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # folder of the tokenizer, in runs on text
 OLDEST = (0, 9)  # oldest version of onescan whose run folders can be read
 LINEARIZED = "onescan_linearized"  # model_type in folders that `save_linearized` wrote
+NATIVE = "onescan_"  # beginning of the model_type of folders in transformers' format
 INDENT = 2
 
 log = logging.getLogger("onescan")
@@ -107,6 +108,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     data = parse_json(content, path, "restore it from a backup")
     if isinstance(data, dict) and data.get("model_type") == LINEARIZED:
         raise linearized_error(folder)
+    if isinstance(data, dict) and str(data.get("model_type")).startswith(NATIVE):
+        names = data.get("architectures")
+        kind = names[0] if isinstance(names, list) and names else "its class"
+        raise ValueError(
+            f"{folder} holds a model of onescan in transformers' format, expected a run: in "
+            f"Python, load it with {kind}.from_pretrained of onescan.integrations.transformers; "
+            "its to_onescan() returns the native model, and save_pretrained of that model writes a "
+            "run"
+        )
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")
     _check_version(path, data["onescan"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import write_atomically
-from onescan.checkpoint.run_folder import is_linearized, linearized_error, write_config
+from onescan.checkpoint.run_folder import NATIVE, is_linearized, linearized_error, write_config
 from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
 from onescan.checks import check_choice
 from onescan.experiments.data import ImageDatasetConfig
@@ -92,16 +92,17 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
     model_or_path = source if isinstance(source, nn.Module) else find(source)
     if not isinstance(model_or_path, nn.Module) and is_run(model_or_path):
         raise ValueError(
-            f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
-            "it to another library"
+            f"source is {str(source)!r}, which is a run; to='transformers' or to='diffusers' "
+            "converts it to another library"
         )
     if not isinstance(model_or_path, nn.Module) and is_linearized(model_or_path):
         raise linearized_error(model_or_path)
     foreign = read(model_or_path, num_heads=num_heads)
     if is_native(foreign.fields):
         raise ValueError(
-            f"source is {str(source)!r}, which is a model of onescan; to='transformers' or "
-            "'diffusers' converts it to another library"
+            f"source is {str(source)!r}, which is a model of onescan; in Python, to_onescan() of "
+            "the loaded model returns the native model, and to='transformers' or to='diffusers' "
+            "converts it to another library"
         )
     model, folder = convert_model(foreign), None
     config: Any = model.config
@@ -115,7 +116,7 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
 
 def is_native(fields: Mapping[str, Any]) -> bool:
     """Return whether the config of a folder of transformers or diffusers is a native model's."""
-    return str(fields.get("model_type")).startswith("onescan_") or (
+    return str(fields.get("model_type")).startswith(NATIVE) or (
         fields.get("_class_name") == "DenoiserModel"
     )
 
