@@ -198,6 +198,12 @@ def test_an_existing_folder_is_not_overwritten(folder, tmp_path, capsys):
         ("masked", {"architectures": "BertForMaskedLM"}, "architectures is 'BertForMaskedLM'"),
         ("masked", {"num_hidden_layers": 3}, "its files lack 16 tensors of BertForMaskedLM, such"),
         ("masked", {"model_type": "onescan_linearized"}, "its attention is already linear"),
+        (
+            "base",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "it is GPT2LMHeadModel, a decoder, and only encoders are supported; for GPT-2, use "
+            "onescan convert MODEL --out FOLDER, then onescan train linearize_gpt2",
+        ),
         ("base", {"architectures": ["BertForMaskedLM"]}, "its files lack 6 tensors"),
         ("classes", {"problem_type": "multi_label_classification"}, "problem_type is 'multi_label"),
         ("classes", {"problem_type": "regression"}, "problem_type is 'regression'"),

@@ -365,6 +365,15 @@ def test_linearized_models_name_what_loads_them(command, tmp_path, monkeypatch, 
     assert "after `import onescan.integrations.transformers`" in message
 
 
+def test_a_folder_without_tokenizer_says_what_to_copy(tmp_path, capsys):
+    onescan.convert(MODELS["CausalLM"], tmp_path / "a", to="transformers")
+    assert main(["generate", str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"error: {str(tmp_path / 'a')!r} has no tokenizer: copy the files of the model's" in error
+    )
+
+
 def test_code_and_pickles_are_not_downloaded():
     from fnmatch import fnmatch
 

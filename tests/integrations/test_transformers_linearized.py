@@ -225,6 +225,12 @@ def test_a_failed_save_leaves_no_folder_with_the_original_config(tmp_path):
     assert torch.equal(load_linearized(tmp_path / "a")(**IDS).logits, model(**IDS).logits)
 
 
+def test_a_gpt2_names_the_recipe():
+    config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=2, vocab_size=11)
+    with pytest.raises(ValueError, match=r"for GPT-2, use onescan\.convert and the recipe linear"):
+        replace_attention(transformers.GPT2LMHeadModel(config))
+
+
 def test_weights_that_transformers_renames_are_not_saved(tmp_path):
     config = transformers.JinaEmbeddingsV3Config(**TEXT)
     model = transformers.JinaEmbeddingsV3Model(config)

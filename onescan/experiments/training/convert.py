@@ -1,6 +1,7 @@
 """Convert models from and to other libraries, and save the results."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,8 @@ from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
+
+log = logging.getLogger("onescan")
 
 PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
@@ -322,9 +325,15 @@ def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict
             "std": tuple(timm.get("std", pixels["std"])),
             "crop": timm.get("crop_pct"),
         }
-    if folder is None or not (folder / PREPROCESSOR).is_file():
-        return pixels
-    settings = json.loads((folder / PREPROCESSOR).read_bytes())
+    settings = {}
+    if folder is not None and (folder / PREPROCESSOR).is_file():
+        settings = json.loads((folder / PREPROCESSOR).read_bytes())
+    if not {"image_mean", "image_std"} <= settings.keys():
+        log.warning(
+            "note: the source does not state the mean and standard deviation of its images, so "
+            "those of ImageNet are used; a %s in its folder would state them",
+            PREPROCESSOR,
+        )
     pixels["mean"] = tuple(settings.get("image_mean", pixels["mean"]))
     pixels["std"] = tuple(settings.get("image_std", pixels["std"]))
     size = settings.get("size")
