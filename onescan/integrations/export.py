@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from onescan.checks import check_positive
@@ -535,7 +536,8 @@ def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
         aten.cumprod.default: cumprod,
         aten.linalg_solve_triangular.default: solve_unit_triangular,
     }
-    if not any(node.target in replacements for node in program.graph.nodes):
+    parts = [part for part in program.graph_module.modules() if isinstance(part, GraphModule)]
+    if not any(node.target in replacements for part in parts for node in part.graph.nodes):
         return program
     return program.run_decompositions(replacements)
 

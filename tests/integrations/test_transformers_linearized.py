@@ -13,6 +13,7 @@ import transformers
 from other_encoders import CASES, TEXT, build, first_output, inputs, replace
 from safetensors.torch import load_file, save_file
 
+from onescan.integrations.export import decompose_for_onnx
 from onescan.integrations.transformers import load_linearized, save_linearized
 from onescan.nn import replace_attention
 from onescan.nn.replace import describe_replacements
@@ -229,6 +230,19 @@ def test_a_gpt2_names_the_recipe():
     config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=2, vocab_size=11)
     with pytest.raises(ValueError, match=r"for GPT-2, use onescan\.convert and the recipe linear"):
         replace_attention(transformers.GPT2LMHeadModel(config))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export uses it itself
+def test_operators_that_onnx_lacks_are_replaced():
+    model = linear_bert(kind="delta").requires_grad_(False)
+    program = torch.export.export(model, (IDS["input_ids"],))
+
+    def operators(program):
+        parts = [part for part in program.graph_module.modules() if hasattr(part, "graph")]
+        return {str(node.target) for part in parts for node in part.graph.nodes}
+
+    assert "aten.linalg_solve_triangular.default" in operators(program)
+    assert "aten.linalg_solve_triangular.default" not in operators(decompose_for_onnx(program))
 
 
 def test_weights_that_transformers_renames_are_not_saved(tmp_path):
