@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_shapes, in_a_line
 from onescan.layers.mixers.projections import copy_projection, projection_weights
+from onescan.lazy import lazy_attributes
 from onescan.messages import named_type
 from onescan.nn.arguments import bool_mask
 from onescan.nn.attention import AttentionLayer
@@ -34,6 +35,7 @@ UNSUPPORTED = (
 ARGUMENTS = "replacement"  # attribute of a new module: the `Replacement` it was built from
 IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
+_higher = lazy_attributes("onescan", {"save_linearized": "integrations.transformers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,14 +412,12 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
         is_of_transformers = type(part).__module__.startswith("transformers.")
         is_changed = any(hasattr(module, ARGUMENTS) for module in part.modules())
         if is_of_transformers and hasattr(part, "save_pretrained") and is_changed:
-            part.save_pretrained = partial(_save_pretrained, part)
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
 
 
 def _save_pretrained(model: nn.Module, folder: Any, **options: Any) -> None:
     """Save a transformers model whose own `save_pretrained` would lose the new attention."""
-    from onescan.integrations.transformers import save_linearized
-
-    save_linearized(model, folder, **options)
+    _higher("save_linearized")(model, folder, **options)
 
 
 def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:
