@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from onescan.configs import from_dict
+from onescan.experiments.recipes.files import import_file
 from onescan.inference.loading import load_language_model
 from onescan.models.causal_lm import Sampling
 from onescan.models.continuous_batch import BatchWorker, ContinuousBatch
@@ -181,7 +182,13 @@ if __name__ == "__main__":
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE.py",
+        help="Python file to run first, because it defines classes of the run (repeatable)",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    for file in arguments.imports:
+        import_file(file)
     model, tokenizer = load_language_model(arguments.checkpoint)
     model, address = model.to(arguments.device), (arguments.host, arguments.port)
     try:

@@ -197,7 +197,7 @@ def _unknown(name: Any) -> str:
         return "is missing"
     return (
         f"{name!r} is not an imported class: import the file that defines it first "
-        "(onescan evaluate, compare, predict, sample and convert do with --import FILE.py)"
+        "(commands that load a run do with --import FILE.py)"
     )
 
 

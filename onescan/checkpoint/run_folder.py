@@ -19,6 +19,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer"  # folder of the tokenizer, in runs on text
 OLDEST = (0, 9)  # oldest version of onescan whose run folders can be read
 LINEARIZED = "onescan_linearized"  # model_type in folders that `save_linearized` wrote
+NATIVE = "onescan_"  # beginning of the model_type of folders in transformers' format
 INDENT = 2
 
 log = logging.getLogger("onescan")
@@ -70,6 +71,15 @@ def is_linearized(folder: Path) -> bool:
     return False
 
 
+def linearized_error(folder: Path) -> ValueError:
+    """Return the error for a folder written by `save_linearized`, where a run is expected."""
+    return ValueError(
+        f"{folder} holds a linearized model of transformers, which onescan's commands do not read: "
+        "load it with load_linearized of onescan.integrations.transformers or, after `import "
+        "onescan.integrations.transformers`, with transformers' Auto classes and pipelines"
+    )
+
+
 def holds_only_model(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json has no data and no task, as `save_pretrained` writes it."""
     run = config.get("run")
@@ -97,9 +107,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     content = path.read_bytes()
     data = parse_json(content, path, "restore it from a backup")
     if isinstance(data, dict) and data.get("model_type") == LINEARIZED:
+        raise linearized_error(folder)
+    if isinstance(data, dict) and str(data.get("model_type")).startswith(NATIVE):
+        names = data.get("architectures")
+        kind = names[0] if isinstance(names, list) and names else "its class"
         raise ValueError(
-            f"{folder} holds a linearized model of transformers: load it with load_linearized of "
-            "onescan.integrations.transformers, or with transformers' Auto classes and pipelines"
+            f"{folder} holds a model of onescan in transformers' format, expected a run: in "
+            f"Python, load it with {kind}.from_pretrained of onescan.integrations.transformers; "
+            "its to_onescan() returns the native model, and save_pretrained of that model writes a "
+            "run"
         )
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")

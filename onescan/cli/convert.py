@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,6 +35,11 @@ def convert(argv: Argv) -> None:
         model of the same width."""
         imports: Imports = ()
 
+    if "--to=onnx" in argv or ("--to", "onnx") in pairwise(argv):
+        raise ValueError(
+            "to is 'onnx', which is not a library of models; in Python, export_onnx of "
+            "onescan.integrations.export writes ONNX files"
+        )
     options = parse(Options, convert, argv)
     from onescan.experiments.training.convert import convert as convert_weights
 

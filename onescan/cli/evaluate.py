@@ -214,8 +214,10 @@ def needle(argv: Argv) -> None:
         """Folder for needle.json and the report; by default evaluation/needle/CHECKPOINT."""
         device: Device = "auto"
         compute: Compute
+        imports: Imports = ()
 
     options = parse(Options, needle, argv)
+    import_files(options.imports)
     model, tokenizer, _ = load_language_model(options.checkpoint, "CausalLM", options.device)
     from onescan.experiments.evaluation.config import short_name
     from onescan.experiments.evaluation.needle import (

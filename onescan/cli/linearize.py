@@ -74,7 +74,11 @@ def linearize(argv: Argv) -> None:
     for name, before in outcome.original.items():
         values = [metric_value(name, x) for x in (before, outcome.linear[name])]
         echo(f"held-out {metric_label(name)}: {values[0]} before, {values[1]} after")
-    echo(f"{options.out}: saved")
+    echo(
+        f"{options.out}: saved. To load the model in Python:\n"
+        "  from onescan.integrations.transformers import load_linearized\n"
+        f"  model = load_linearized({str(options.out)!r})"
+    )
 
 
 @contextmanager

@@ -263,6 +263,8 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     "there is no column 'text' (--data.text-column selects one)"
     >>> name_flags("set init_from='runs/digits/seed-0'", ["train", "digits"])
     'pass --init-from runs/digits/seed-0'
+    >>> name_flags("to='diffusers' converts it", ["convert", "zoo/digits_denoiser"])
+    '--to diffusers converts it'
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if re.match(r"--[a-z]", word))
     fields = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
@@ -279,6 +281,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
     prefix = "--data." if argv and argv[0] == "train" else "--"
     message = re.sub(r"\b(?:data\.)?(\w+)_column (?=selects one)", rf"{prefix}\1-column ", message)
     message = re.sub(r"set init_from='([^']*)'", r"pass --init-from \1", message)
+    message = re.sub(r"(?<![\w.])to='(\w+)'", r"--to \1", message)
     return message.replace("overwrite=True", "--overwrite")
 
 

@@ -11,8 +11,10 @@ from onescan.cli.options import (
     Argv,
     Compute,
     Device,
+    Imports,
     LanguageModel,
     echo,
+    import_files,
     load_language_model,
     parse,
 )
@@ -43,6 +45,7 @@ def generate(argv: Argv) -> None:
         """Random seed."""
         device: Device = "auto"
         compute: Compute
+        imports: Imports = ()
 
     options = parse(Options, generate, argv)
     if options.max_new_tokens < 1:
@@ -53,6 +56,7 @@ def generate(argv: Argv) -> None:
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     sampling.check()
+    import_files(options.imports)
     model, tokenizer, device = load_language_model(options.checkpoint, "CausalLM", options.device)
     import torch
 
@@ -105,8 +109,10 @@ def fill(argv: Argv) -> None:
         """Number of predictions per mask."""
         device: Device = "auto"
         compute: Compute
+        imports: Imports = ()
 
     options = parse(Options, fill, argv)
+    import_files(options.imports)
     model, tokenizer, _ = load_language_model(options.checkpoint, "MaskedLM", options.device)
     from onescan.inference.text_generation import fill_masks
 

@@ -14,8 +14,10 @@ from onescan.cli.options import (
     HELP,
     HELP_ALL,
     Argv,
+    Imports,
     LanguageModel,
     echo,
+    import_files,
     metric_label,
     metric_value,
     parse,
@@ -57,6 +59,7 @@ Often used:
 
 def train(argv: Argv) -> None:
     """Train a recipe, or resume an interrupted run, and write a report."""
+    argv = _imported(argv)
     if not argv:
         raise ValueError(f"RECIPE is missing{chr(10)}{USAGE}")
     if argv[0] in (*HELP, HELP_ALL):
@@ -184,7 +187,6 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     from onescan.experiments.training.folder import read_manifest
 
     if argv[0] != "--config":
-        argv = _imported(argv, 1)
         recipe = find_recipe(argv[0])
         run, name, given = recipe(), argv[0], _given(argv)
         if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
@@ -197,18 +199,21 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     folder = file if file.is_dir() else file.parent
     if not (argv[1:] and (folder / CONFIG).is_file() and file in (folder, folder / CONFIG)):
         raise ValueError(f"--config is '{file}', expected a run's {CONFIG} or folder")
-    argv = _imported(argv, 2)
     return read_manifest(folder).run, f"--config {file}", None, argv[2:]
 
 
-def _imported(argv: Argv, index: int) -> Argv:
-    """Import the files that follow the first `index` arguments; return the other arguments."""
-    from onescan.experiments.recipes.files import import_file
-
-    while argv[index : index + 1] == ["--import"] and argv[index + 1 :]:
-        import_file(argv[index + 1])
-        argv = [*argv[:index], *argv[index + 2 :]]
-    return argv
+def _imported(argv: Argv) -> Argv:
+    """Run the files of all options --import; return the other arguments."""
+    others, words = [], iter(argv)
+    for word in words:
+        flag, equals, file = word.partition("=")
+        if flag != "--import":
+            others.append(word)
+            continue
+        if not (file := file if equals else next(words, "")):
+            raise ValueError("--import has no value, expected a Python file")
+        import_files([Path(file)])
+    return others
 
 
 def _results(results: "Sequence[RunResult]") -> str:
@@ -254,8 +259,10 @@ def glue(argv: Argv) -> None:
         rates, runs/glue/cola/lr-5e-05/seed-0."""
         overwrite: bool = False
         """Delete existing runs in the folder and start from scratch."""
+        imports: Imports = ()
 
     options = parse(Options, glue, argv)
+    import_files(options.imports)
     from onescan.experiments.report import (
         check_report_path,
         glue_table,

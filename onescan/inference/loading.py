@@ -1,5 +1,6 @@
 """Load trained models: a run, or a language model with its tokenizer."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from onescan.models.masked_lm import MaskedLM
 
 
+TOKENIZER_FILE = re.compile(r"tokenizer|vocab|spiece|.*\.model$")
 REPOSITORY_PARTS = 2  # of a name on the hub: user and model
 
 
@@ -211,6 +213,12 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
         except ImportError:
             load_tokenizer(path)  # explains what is missing
             raise
+        files = zoo.resolve(Path(path)).iterdir()
+        if not any(TOKENIZER_FILE.match(file.name) for file in files):
+            raise ValueError(
+                f"{name!r} has no tokenizer: copy the files of the model's tokenizer to this "
+                "folder, such as tokenizer.json and tokenizer_config.json"
+            )
         tokenizer = load_tokenizer(path)
     else:
         run = load(path)

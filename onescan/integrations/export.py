@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from onescan.checks import check_positive
@@ -471,15 +472,24 @@ def _renamed(size: str, names: Mapping[str, str]) -> str:
 def _check(model: Any) -> None:
     if not any(isinstance(model, kind) for kind in EXTRA_INPUTS):
         known = ", ".join(kind.__name__ for kind in EXTRA_INPUTS)
-        raise ValueError(f"model is {named_type(model)}, expected one of {known}")
+        raise _other_class(model, f"one of {known}")
     if model.training:
         raise ValueError("model is training, expected it in eval mode: model.eval()")
 
 
 def _check_causal(model: Any) -> None:
     if not isinstance(model, CausalLM):
-        raise ValueError(f"model is {named_type(model)}, expected a CausalLM")
+        raise _other_class(model, "a CausalLM")
     _check(model)
+
+
+def _other_class(model: Any, expected: str) -> ValueError:
+    hint = ""
+    if type(model).__name__ == "Checkpoint":  # of `onescan.load`, in a higher layer
+        hint = "; pass checkpoint.model"
+    elif isinstance(model, str | os.PathLike):
+        hint = "; pass onescan.load(path).model"
+    return ValueError(f"model is {named_type(model)}, expected {expected}{hint}")
 
 
 def _mixers(model: Any) -> list[MixerConfig]:
@@ -526,7 +536,8 @@ def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:
         aten.cumprod.default: cumprod,
         aten.linalg_solve_triangular.default: solve_unit_triangular,
     }
-    if not any(node.target in replacements for node in program.graph.nodes):
+    parts = [part for part in program.graph_module.modules() if isinstance(part, GraphModule)]
+    if not any(node.target in replacements for part in parts for node in part.graph.nodes):
         return program
     return program.run_decompositions(replacements)
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_shapes, in_a_line
 from onescan.layers.mixers.projections import copy_projection, projection_weights
+from onescan.lazy import lazy_attributes
 from onescan.messages import named_type
 from onescan.nn.arguments import bool_mask
 from onescan.nn.attention import AttentionLayer
@@ -33,6 +35,7 @@ UNSUPPORTED = (
 ARGUMENTS = "replacement"  # attribute of a new module: the `Replacement` it was built from
 IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
+_higher = lazy_attributes("onescan", {"save_linearized": "integrations.transformers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +328,8 @@ def replace_attention(
     does not: rotary positions, relative position biases, norms of queries and keys, or windows.
 
     `save_linearized` and `load_linearized` of `onescan.integrations.transformers` save and load
-    transformers models with replaced attention. To load any other model, build it, call this
+    transformers models with replaced attention; ``save_pretrained`` of the model saves it in the
+    same way. To load any other model, build it, call this
     function with the same arguments, and then call ``load_state_dict``.
 
     Args:
@@ -405,6 +409,15 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # chosen for softmax attention at construction
+        is_of_transformers = type(part).__module__.startswith("transformers.")
+        is_changed = any(hasattr(module, ARGUMENTS) for module in part.modules())
+        if is_of_transformers and hasattr(part, "save_pretrained") and is_changed:
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
+
+
+def _save_pretrained(model: nn.Module, folder: Any, **options: Any) -> None:
+    """Save a transformers model whose own `save_pretrained` would lose the new attention."""
+    _higher("save_linearized")(model, folder, **options)
 
 
 def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:

@@ -196,7 +196,10 @@ def _check_supported(module: nn.Module, roles: dict[str, tuple[str, nn.Module]])
 
 def _linear(name: str, layer: nn.Module) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or not layer.weight.is_floating_point():
-        raise ValueError(f"has {name}, {named_type(layer)}, where an nn.Linear is expected")
+        hint = ""
+        if type(layer).__name__ == "Conv1D":
+            hint = " (for GPT-2, use onescan.convert and the recipe linearize_gpt2)"
+        raise ValueError(f"has {name}, {named_type(layer)}, where an nn.Linear is expected{hint}")
     return layer
 
 

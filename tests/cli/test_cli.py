@@ -592,6 +592,39 @@ def test_classes_of_a_user_are_imported_with_a_flag(tmp_path):
     assert onescan("predict", "out/seed-0", "a.png", "--import", "mine.py")[0] == 0
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "digits", "--training.steps", "2", "--import", "none.py"],
+        ["train", "digits", "--import", "none.py", "--model.mixer", "x"],
+        ["train", "--import=none.py", "digits"],
+        ["train", "--config", "zoo/digits_lightnet", "--out", "a", "--import", "none.py"],
+        ["evaluate", "a"],
+        ["compare", "a"],
+        ["predict", "a", "b.png"],
+        ["embed", "b.png", "--model", "a", "--out", "c.npz"],
+        ["sample", "a"],
+        ["generate", "a"],
+        ["fill", "a", "b [MASK]"],
+        ["glue", "a"],
+        ["needle", "a"],
+        ["convert", "a", "--out", "b"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_loads_a_run_imports_files_first(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if not any("--import" in word for word in argv):
+        argv = [*argv, "--import", "none.py"]
+    assert_fails(capsys, argv, "onescan: error: there is no file none.py")
+
+
+def test_import_needs_a_file(capsys):
+    message = "onescan: error: --import has no value, expected a Python file"
+    assert_fails(capsys, ["train", "digits", "--import"], message)
+    assert_fails(capsys, ["train", "digits", "--import=", "--out", "a"], message)
+
+
 @pytest.mark.parametrize("file", ["none.py", "."])
 def test_a_file_that_cannot_be_imported(file, runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

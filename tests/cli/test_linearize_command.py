@@ -99,6 +99,13 @@ def run(folder, model, data, out, *options):
     return main(["linearize", *words, *FAST, *options])
 
 
+def test_divergence_names_the_option(folder, tmp_path, capsys):
+    assert run(folder, "masked", "text.txt", tmp_path / "a", "--learning-rate", "1e30") == 1
+    error = capsys.readouterr().err
+    assert "onescan: error: training diverged at step " in error
+    assert error.endswith("; try a smaller --learning-rate (now 1e+30)\n")
+
+
 @pytest.mark.parametrize(
     ("model", "data", "metrics"),
     [
@@ -113,6 +120,11 @@ def test_models_are_linearized(folder, tmp_path, capsys, model, data, metrics):
     printed = capsys.readouterr().out
     assert "linear attention (lightnet) in 2 layers" in printed
     assert "held-out accuracy: " in printed
+    assert printed.endswith(
+        f"{out}: saved. To load the model in Python:\n"
+        "  from onescan.integrations.transformers import load_linearized\n"
+        f"  model = load_linearized({str(out)!r})\n"
+    )
     results = json.loads((out / "linearize.json").read_text())
     assert set(results["original"]) == set(results["linear"]) == metrics
     restored = load_linearized(out)
@@ -186,6 +198,12 @@ def test_an_existing_folder_is_not_overwritten(folder, tmp_path, capsys):
         ("masked", {"architectures": "BertForMaskedLM"}, "architectures is 'BertForMaskedLM'"),
         ("masked", {"num_hidden_layers": 3}, "its files lack 16 tensors of BertForMaskedLM, such"),
         ("masked", {"model_type": "onescan_linearized"}, "its attention is already linear"),
+        (
+            "base",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "it is GPT2LMHeadModel, a decoder, and only encoders are supported; for GPT-2, use "
+            "onescan convert MODEL --out FOLDER, then onescan train linearize_gpt2",
+        ),
         ("base", {"architectures": ["BertForMaskedLM"]}, "its files lack 6 tensors"),
         ("classes", {"problem_type": "multi_label_classification"}, "problem_type is 'multi_label"),
         ("classes", {"problem_type": "regression"}, "problem_type is 'regression'"),

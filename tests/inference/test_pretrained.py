@@ -348,6 +348,8 @@ def test_a_language_model_without_a_run_is_evaluated_on_a_given_text(tmp_path, m
         "embed a --model {} --out v.npz",
         "fill {} a",
         "generate {} --prompt a",
+        "convert {} --out v",
+        "convert {} --out v --to transformers",
     ],
 )
 def test_linearized_models_name_what_loads_them(command, tmp_path, monkeypatch, capsys):
@@ -360,6 +362,16 @@ def test_linearized_models_name_what_loads_them(command, tmp_path, monkeypatch, 
     message = capsys.readouterr().err
     assert "linearized holds a linearized model of transformers" in message
     assert "load_linearized" in message
+    assert "after `import onescan.integrations.transformers`" in message
+
+
+def test_a_folder_without_tokenizer_says_what_to_copy(tmp_path, capsys):
+    onescan.convert(MODELS["CausalLM"], tmp_path / "a", to="transformers")
+    assert main(["generate", str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"error: {str(tmp_path / 'a')!r} has no tokenizer: copy the files of the model's" in error
+    )
 
 
 def test_code_and_pickles_are_not_downloaded():

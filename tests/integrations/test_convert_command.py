@@ -102,12 +102,28 @@ def test_a_number_of_heads_that_contradicts_the_source_is_refused(tmp_path):
     assert onescan.convert(tmp_path / "vit", num_heads=3).config.mixer.num_heads == 3
 
 
-def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path):
+def test_onnx_is_written_in_python(capsys):
+    for flags in (["--to", "onnx"], ["--to=onnx"]):
+        assert main(["convert", "zoo/digits_lightnet", *flags, "--out", "a"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("onescan: error: --to is 'onnx', which")
+        assert "export_onnx of onescan.integrations.export writes ONNX files" in error
+
+
+def test_constants_of_imagenet_are_noted(tmp_path, caplog):
+    onescan.convert(of_transformers("ViT"), tmp_path / "a")
+    (note,) = caplog.messages
+    assert note.startswith("note: the source does not state the mean and standard deviation of its")
+
+
+def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path, caplog):
     of_transformers("ViT", num_channels=1).save_pretrained(tmp_path / "gray")
     with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json states no"):
         onescan.convert(tmp_path / "gray", tmp_path / "run")
     constants = {"image_mean": [0.5], "image_std": [0.25]}
+    caplog.clear()
     (tmp_path / "gray" / "preprocessor_config.json").write_text(json.dumps(constants))
     onescan.convert(tmp_path / "gray", tmp_path / "run")
+    assert not caplog.messages
     form = onescan.load(tmp_path / "run").format
     assert (form.channels, form.mean, form.std) == (1, (0.5,), (0.25,))

@@ -30,6 +30,20 @@ def load_words():
     return PretrainedTokenizer("words", word_tokenizer())
 
 
+def test_a_folder_of_transformers_says_how_to_get_the_native_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (8, 8), 255).save("a.png")
+    convert("zoo/digits_lightnet", "theirs")
+    capsys.readouterr()
+    assert main(["predict", "theirs", "a.png"]) == 2
+    error = capsys.readouterr().err
+    assert "error: theirs holds a model of onescan in transformers' format, expected a run" in error
+    assert "OnescanForImageClassification.from_pretrained of onescan.integrations.tran" in error
+    for source in ("theirs", str(onescan.zoo.path("digits_lightnet"))):
+        assert main(["convert", source, "--out", "back"]) == 2
+        assert "--to transformers or --to diffusers converts it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_byte_model_generates_in_a_pipeline(tmp_path, capsys):
     convert("zoo/shakespeare_lightnet", tmp_path / "model")

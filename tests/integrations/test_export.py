@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_language_models import padded
 
+import onescan
 from onescan.integrations import export
 from onescan.integrations.export import (
     export_onnx,
@@ -432,6 +433,18 @@ def test_an_export_leaves_the_model_as_it_was():
     ("make", "message"),
     [
         (lambda: export_program(torch.nn.Linear(2, 2)), "model is a Linear, expected one of Image"),
+        (
+            lambda: export_program("runs/digits"),
+            r"model is a str, expected one of .*; pass onescan.load\(path\).model$",
+        ),
+        (
+            lambda: export_onnx(onescan.load("zoo/digits_lightnet"), "a.onnx"),
+            "model is a Checkpoint, expected one of .*; pass checkpoint.model$",
+        ),
+        (
+            lambda: export_step(onescan.load("zoo/digits_lightnet")),
+            "model is a Checkpoint, expected a CausalLM; pass checkpoint.model$",
+        ),
         (lambda: export_program(causal(CAUSAL["lion"]).train()), "model is training, expected"),
         (
             lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("segments",)),

@@ -1,5 +1,6 @@
 """Saving and loading models of transformers whose attention was replaced."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import transformers
 from other_encoders import CASES, TEXT, build, first_output, inputs, replace
 from safetensors.torch import load_file, save_file
 
+from onescan.integrations.export import decompose_for_onnx
 from onescan.integrations.transformers import load_linearized, save_linearized
 from onescan.nn import replace_attention
 from onescan.nn.replace import describe_replacements
@@ -105,6 +107,21 @@ def test_auto_classes_choose_the_head(tmp_path):
         assert describe_replacements(classifier)
     with pytest.raises(ValueError, match="AutoModelForCTC does not support bert models"):
         transformers.AutoModelForCTC.from_pretrained(tmp_path)
+
+
+def test_save_pretrained_keeps_the_new_attention(tmp_path):
+    model = build(BERT)
+    assert "save_pretrained" not in vars(model)
+    replace_attention(model, "lion")
+    copied = copy.deepcopy(model)
+    expected = model(**IDS).logits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # of the original, not of its copy
+    copied.save_pretrained(tmp_path / "a")
+    assert torch.equal(load_linearized(tmp_path / "a")(**IDS).logits, expected)
+    copied.bert.save_pretrained(tmp_path / "b")
+    assert config_of(tmp_path / "b")["model_type"] == "onescan_linearized"
 
 
 def test_other_dtypes_are_loaded(tmp_path):
@@ -203,9 +220,28 @@ def test_a_failed_save_leaves_no_folder_with_the_original_config(tmp_path):
     (tmp_path / "a" / "optimizer.pt").write_text("kept")
     save_linearized(model, tmp_path / "a")
     names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert names == {"config.json", "model.safetensors", "optimizer.pt"}
+    assert names == {"config.json", "model.safetensors", "modeling_onescan.py", "optimizer.pt"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert torch.equal(load_linearized(tmp_path / "a")(**IDS).logits, model(**IDS).logits)
+
+
+def test_a_gpt2_names_the_recipe():
+    config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=2, vocab_size=11)
+    with pytest.raises(ValueError, match=r"for GPT-2, use onescan\.convert and the recipe linear"):
+        replace_attention(transformers.GPT2LMHeadModel(config))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export uses it itself
+def test_operators_that_onnx_lacks_are_replaced():
+    model = linear_bert(kind="delta").requires_grad_(False)
+    program = torch.export.export(model, (IDS["input_ids"],))
+
+    def operators(program):
+        parts = [part for part in program.graph_module.modules() if hasattr(part, "graph")]
+        return {str(node.target) for part in parts for node in part.graph.nodes}
+
+    assert "aten.linalg_solve_triangular.default" in operators(program)
+    assert "aten.linalg_solve_triangular.default" not in operators(decompose_for_onnx(program))
 
 
 def test_weights_that_transformers_renames_are_not_saved(tmp_path):
@@ -231,12 +267,21 @@ def test_options_of_the_model_are_passed_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_transformers_alone_refuses_the_folder(tmp_path):
+def test_a_program_without_onescan_needs_an_import_or_trust(tmp_path):
     save_linearized(linear_bert(), tmp_path)
-    code = f"import transformers; transformers.AutoModel.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode
-    assert "onescan_linearized" in done.stderr
+    load = "import transformers; m = transformers.AutoModelForMaskedLM.from_pretrained({!r}{}); "
+    show = "print(type(m.bert.encoder.layer[0].attention.self).__name__)"
+
+    def run(before="", options=""):
+        code = before + load.format(str(tmp_path), options) + show
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        return done.stdout.strip() or done.stderr
+
+    assert "trust_remote_code=True" in run()
+    assert run("import onescan.integrations.transformers; ") == "SelfAttention"
+    assert run(options=", trust_remote_code=True") == "SelfAttention"
 
 
 def test_loading_warns_of_nothing(tmp_path):

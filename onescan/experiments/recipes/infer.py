@@ -43,6 +43,8 @@ from onescan.experiments.tasks.base import fitting_batch_size
 from onescan.experiments.tasks.dense import DenseTaskConfig
 from onescan.experiments.tasks.grid import NOUNS, UNITS
 from onescan.experiments.training import RunConfig
+from onescan.experiments.training.runs import run_config
+from onescan.inference.loading import load_pretrained_model
 from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
@@ -206,6 +208,7 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
     Args:
         run: Config from `for_path`, with the user's changes.
         given: Dotted names of the fields that the user set, such as "model.width", which are kept.
+            If the run starts from a trained model, so are the sizes of this model.
 
     Returns:
         The config with inferred values, and lines that describe them.
@@ -217,6 +220,9 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
         raise ValueError(
             f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
         )
+    if run.init_from:
+        sizes = _sizes_in(run.init_from)
+        run, given = _changed(run, sizes, given), {*given, *sizes}
     try:
         return _infer(run, given)
     except HeldOutError as error:
@@ -227,6 +233,15 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
             *lines,
             f"held out: {error.fraction:.1%}, because each class needs a test example",
         ]
+
+
+def _sizes_in(init_from: str) -> dict[str, Any]:
+    """Return the sizes of a trained model that another model with its weights must have."""
+    source = run_config(init_from)
+    model: Any = load_pretrained_model(init_from).model.config if source is None else source.model
+    sizes = {name: getattr(model, name, None) for name in ("width", "depth", "patch_size")}
+    sizes["mixer.num_heads"] = getattr(getattr(model, "mixer", None), "num_heads", None)
+    return {f"model.{name}": size for name, size in sizes.items() if size is not None}
 
 
 def _infer(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:

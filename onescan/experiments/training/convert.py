@@ -1,6 +1,7 @@
 """Convert models from and to other libraries, and save the results."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch import nn
 
 from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import write_atomically
-from onescan.checkpoint.run_folder import write_config
+from onescan.checkpoint.run_folder import NATIVE, is_linearized, linearized_error, write_config
 from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
 from onescan.checks import check_choice
 from onescan.experiments.data import ImageDatasetConfig
@@ -28,6 +29,8 @@ from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
+
+log = logging.getLogger("onescan")
 
 PREPROCESSOR = "preprocessor_config.json"  # of transformers' image models
 TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
@@ -92,14 +95,17 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
     model_or_path = source if isinstance(source, nn.Module) else find(source)
     if not isinstance(model_or_path, nn.Module) and is_run(model_or_path):
         raise ValueError(
-            f"source is {str(source)!r}, which is a run; to='transformers' or 'diffusers' converts "
-            "it to another library"
+            f"source is {str(source)!r}, which is a run; to='transformers' or to='diffusers' "
+            "converts it to another library"
         )
+    if not isinstance(model_or_path, nn.Module) and is_linearized(model_or_path):
+        raise linearized_error(model_or_path)
     foreign = read(model_or_path, num_heads=num_heads)
     if is_native(foreign.fields):
         raise ValueError(
-            f"source is {str(source)!r}, which is a model of onescan; to='transformers' or "
-            "'diffusers' converts it to another library"
+            f"source is {str(source)!r}, which is a model of onescan; in Python, to_onescan() of "
+            "the loaded model returns the native model, and to='transformers' or to='diffusers' "
+            "converts it to another library"
         )
     model, folder = convert_model(foreign), None
     config: Any = model.config
@@ -113,7 +119,7 @@ def _import(source: str | Path | nn.Module, num_heads: int | None) -> tuple[nn.M
 
 def is_native(fields: Mapping[str, Any]) -> bool:
     """Return whether the config of a folder of transformers or diffusers is a native model's."""
-    return str(fields.get("model_type")).startswith("onescan_") or (
+    return str(fields.get("model_type")).startswith(NATIVE) or (
         fields.get("_class_name") == "DenoiserModel"
     )
 
@@ -319,9 +325,15 @@ def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict
             "std": tuple(timm.get("std", pixels["std"])),
             "crop": timm.get("crop_pct"),
         }
-    if folder is None or not (folder / PREPROCESSOR).is_file():
-        return pixels
-    settings = json.loads((folder / PREPROCESSOR).read_bytes())
+    settings = {}
+    if folder is not None and (folder / PREPROCESSOR).is_file():
+        settings = json.loads((folder / PREPROCESSOR).read_bytes())
+    if not {"image_mean", "image_std"} <= settings.keys():
+        log.warning(
+            "note: the source does not state the mean and standard deviation of its images, so "
+            "those of ImageNet are used; a %s in its folder would state them",
+            PREPROCESSOR,
+        )
     pixels["mean"] = tuple(settings.get("image_mean", pixels["mean"]))
     pixels["std"] = tuple(settings.get("image_std", pixels["std"]))
     size = settings.get("size")

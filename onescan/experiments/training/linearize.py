@@ -17,8 +17,9 @@ which does the same for onescan's own models.
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Report = Callable[[str, int, float], None]
 
 BETAS, WARM_UP = (0.9, 0.999), 0.1  # fraction of each phase
+NOT_FINITE = re.compile(r" holds \d+ (NaN|[+-]inf) of ")  # in errors of ops
+FAR_ABOVE = 10  # a transfer loss that ends this much above its start, and above 1, has diverged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,48 @@ class Linearized:
     kept: tuple[str, ...] = ()
     transfer_losses: Mapping[str, list[float]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A phase of training, and its learning rate, which errors name."""
+
+    name: str
+    option: str
+    rate: float
+
+    def finite(self, number: float, what: str, step: int) -> float:
+        """Return a number, or raise FloatingPointError if it is not finite."""
+        if math.isfinite(number):
+            return number
+        if step == 0:  # nothing is trained before, so the learning rate is not the cause
+            raise FloatingPointError(
+                f"the {what} is {number} at step 1; check the inputs and labels of the data"
+            )
+        raise self.divergence(step + 1, f"the {what} is {number}")
+
+    def check_weights(self, model: nn.Module, steps: int) -> None:
+        """Raise FloatingPointError if weights are not finite after the last step."""
+        norm = nn.utils.get_total_norm(model.parameters()).item()
+        if not math.isfinite(norm):
+            raise self.divergence(steps, f"the norm of the weights is {norm}")
+
+    def divergence(self, step: int, reason: str) -> FloatingPointError:
+        """Return the error for a phase that diverges."""
+        return FloatingPointError(
+            f"{self.name} diverged at step {step}: {reason}; try a smaller {self.option} (now "
+            f"{self.rate})"
+        )
+
+    @contextmanager
+    def reporting(self, step: int) -> Iterator[None]:
+        """After the first step, report arguments of an op that are not finite as divergence."""
+        try:
+            yield
+        except ValueError as error:
+            if step == 0 or not NOT_FINITE.search(str(error)):
+                raise
+            raise self.divergence(step + 1, str(error)) from error
 
 
 def linearize(
@@ -117,7 +162,8 @@ def linearize(
         ValueError: If the attention cannot be replaced, a number is out of range, the data has no
             batches or the model returns no loss. The model is then unchanged, unless the error
             occurs in the second phase.
-        FloatingPointError: If a loss is not finite.
+        FloatingPointError: If a loss is not finite, or attention transfer ends with a loss far
+            above its start.
     """
     check_whole(0, prefix=prefix, transfer_steps=transfer_steps, steps=steps)
     check_positive(
@@ -138,20 +184,21 @@ def linearize(
     # copy the output projections, because the originals still compute the targets
     copies = {module: copy.deepcopy(module) for module in new.values()}
     new = {name: copies[module] for name, module in new.items()}
+    transferring = _Phase("attention transfer", "transfer_learning_rate", transfer_learning_rate)
+    training = _Phase("training", "learning_rate", learning_rate)
     device = next(model.parameters()).device
     batches = _moved(_repeated(data), device)
     was_training = model.training
     try:
         if steps and transfer_steps:  # a mistake in the loss should not be found after transfer
-            batches = _after_check(model, batches, loss or _default_loss)
+            batches = _after_check(model, batches, loss or _default_loss, training)
         transfer = _transfer(
             model, new, batches, loss or _default_output, transfer_steps,
-            learning_rate=transfer_learning_rate, max_gradient_norm=max_gradient_norm,
-            report=report,
+            phase=transferring, max_gradient_norm=max_gradient_norm, report=report,
         )  # fmt: skip
         install_replacements(model, new)
         losses = _train(
-            model, batches, loss or _default_loss, steps, learning_rate=learning_rate,
+            model, batches, loss or _default_loss, steps, phase=training,
             weight_decay=weight_decay, max_gradient_norm=max_gradient_norm, report=report,
         )  # fmt: skip
     finally:
@@ -171,11 +218,13 @@ def _kept(new: Mapping[str, nn.Module], every: int | None) -> list[str]:
 
 
 @torch.no_grad()
-def _after_check(model: nn.Module, batches: Iterator[Any], loss_of: Loss) -> Iterator[Any]:
+def _after_check(
+    model: nn.Module, batches: Iterator[Any], loss_of: Loss, phase: _Phase
+) -> Iterator[Any]:
     """Check the loss of the first batch, and return the batches, beginning with this one."""
     first = next(batches)
     model.eval()
-    _finite(_checked_loss(loss_of, model, first).item(), "training loss", 0)
+    phase.finite(_checked_loss(loss_of, model, first).item(), "training loss", 0)
     return itertools.chain([first], batches)
 
 
@@ -186,7 +235,7 @@ def _transfer(
     run: Callable[[nn.Module, Any], Any],
     steps: int,
     *,
-    learning_rate: float,
+    phase: _Phase,
     max_gradient_norm: float,
     report: Report | None,
 ) -> dict[str, list[float]]:
@@ -197,21 +246,28 @@ def _transfer(
     # a module with several names is one teacher, which may be called several times
     teachers = {model.get_submodule(name): name for name in reversed(list(students))}
     layers = nn.ModuleList(dict.fromkeys(students.values())).train()
-    optimizer = AdamW(optim.parameter_groups(layers, 0.0), lr=learning_rate, betas=BETAS)
+    optimizer = AdamW(optim.parameter_groups(layers, 0.0), lr=phase.rate, betas=BETAS)
     model.eval()
     for step in range(steps):
-        _set_rate(optimizer, learning_rate, step, steps)
+        _set_rate(optimizer, phase.rate, step, steps)
         optimizer.zero_grad()
-        found = _compare(model, teachers, students, next(batches), run)
+        batch = next(batches)
+        with phase.reporting(step):
+            found = _compare(model, teachers, students, batch, run)
         for name, student in students.items():
-            losses[name].append(_finite(found[student], "transfer loss", step))
+            losses[name].append(phase.finite(found[student], "transfer loss", step))
         for layer in layers:
             norm = nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
-            _finite(norm.item(), "gradient of the transfer loss", step)
+            phase.finite(norm.item(), "gradient of the transfer loss", step)
         optimizer.step()
         if report is not None:
             report("transfer", step + 1, math.fsum(found.values()) / len(found))
     optimizer.zero_grad()
+    for name, (first, *_, last) in losses.items() if steps > 1 else ():
+        if last > FAR_ABOVE * max(first, 1):  # zeros have a loss of 1
+            reason = f"the transfer loss of {name} is {last:.3g}, and was {first:.3g} at step 1"
+            raise phase.divergence(steps, reason)
+    phase.check_weights(layers, steps)
     return losses
 
 
@@ -267,7 +323,7 @@ def _train(
     loss_of: Loss,
     steps: int,
     *,
-    learning_rate: float,
+    phase: _Phase,
     weight_decay: float,
     max_gradient_norm: float,
     report: Report | None,
@@ -276,23 +332,25 @@ def _train(
     losses: list[float] = []
     if not steps:
         return losses
-    optimizer = AdamW(optim.parameter_groups(model, weight_decay), lr=learning_rate, betas=BETAS)
+    optimizer = AdamW(optim.parameter_groups(model, weight_decay), lr=phase.rate, betas=BETAS)
     model.train()
     for step in range(steps):
-        _set_rate(optimizer, learning_rate, step, steps)
-        with torch.enable_grad():
-            loss = _checked_loss(loss_of, model, next(batches))
+        _set_rate(optimizer, phase.rate, step, steps)
+        batch = next(batches)
+        with torch.enable_grad(), phase.reporting(step):
+            loss = _checked_loss(loss_of, model, batch)
         if not loss.requires_grad:
             raise ValueError("loss returned a tensor that does not depend on the model's weights")
-        losses.append(_finite(loss.item(), "training loss", step))
+        losses.append(phase.finite(loss.item(), "training loss", step))
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
-        _finite(norm.item(), "gradient of the training loss", step)
+        phase.finite(norm.item(), "gradient of the training loss", step)
         optimizer.step()
         if report is not None:
             report("train", step + 1, losses[-1])
     optimizer.zero_grad()
+    phase.check_weights(model, steps)
     return losses
 
 
@@ -309,14 +367,6 @@ def _checked_loss(loss_of: Loss, model: nn.Module, batch: Any) -> Tensor:
         given = f"shape {tuple(loss.shape)}" if torch.is_tensor(loss) else named_type(loss)
         raise ValueError(f"loss returned {given}, expected a scalar tensor")
     return loss
-
-
-def _finite(number: float, what: str, step: int) -> float:
-    if not math.isfinite(number):
-        # nothing is trained before the first step, so the learning rate is not the cause
-        hint = "try a smaller learning rate" if step else "check the inputs and labels of the data"
-        raise FloatingPointError(f"the {what} is {number} at step {step + 1}; {hint}")
-    return number
 
 
 def _tensor(output: Any) -> Tensor:

@@ -53,6 +53,7 @@ LENGTH, LEAST = 128, 6  # tokens per text: default maximum, and minimum
 RESULTS = "linearize.json"
 NUMBERED = re.compile("LABEL_[0-9]+")
 IMAGES, MASKED, CLASSES = "ImageClassification", "MaskedLM", "SequenceClassification"
+DECODERS = ("CausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,12 @@ def _architecture(fields: dict[str, Any]) -> str:
         raise ValueError(
             f"architectures is {names!r} in its config.json, expected a list with the name of the "
             "model's class"
+        )
+    if names[0].endswith(DECODERS):
+        raise ValueError(
+            f"it is {names[0]}, a decoder, and only encoders are supported; for GPT-2, use onescan "
+            "convert MODEL --out FOLDER, then onescan train linearize_gpt2 --init-from FOLDER "
+            "--data.path FILE"
         )
     if not names[0].endswith((IMAGES, MASKED, CLASSES)):
         raise ValueError(

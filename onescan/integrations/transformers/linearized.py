@@ -2,7 +2,8 @@
 
 The folder is in transformers' format, except for three entries of config.json: "model_type" is
 "onescan_linearized", so that transformers never loads the model with softmax attention;
-"base_model_type" is its actual type; and "onescan_attention" describes the replaced modules.
+"base_model_type" is its actual type; and "onescan_attention" describes the replaced modules. With
+trust_remote_code=True, the Auto classes import this package, which registers the model type.
 """
 
 import importlib
@@ -23,6 +24,7 @@ from onescan.checkpoint.files import write_text_atomically
 from onescan.checkpoint.hub import find_folder
 from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, in_a_line
+from onescan.integrations import REMOTE_MODULE, write_remote_module
 from onescan.messages import named_type
 from onescan.nn.replace import describe_replacements, repeat_replacements
 
@@ -74,6 +76,7 @@ class OnescanLinearizedConfig(PreTrainedConfig):
         """
         fields = self.to_dict()
         del fields["model_type"], fields[ATTENTION]
+        fields.pop("auto_map", None)
         kind = fields.pop(BASE_TYPE)
         if kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
             raise ValueError(
@@ -136,7 +139,10 @@ def save_linearized(model: Any, folder: Any, *, processor: Any = None, **options
             "model_type": MODEL_TYPE,
             BASE_TYPE: model.config.model_type,
             ATTENTION: attention,
+            "auto_map": {"AutoConfig": f"{REMOTE_MODULE}.{OnescanLinearizedConfig.__name__}"},
         }
+        # importing the package registers the Auto classes
+        write_remote_module(partial, __package__, [OnescanLinearizedConfig.__name__])
         write_text_atomically(path, json.dumps(fields, indent=2, sort_keys=True) + "\n")
         _check_names(model, partial, options)
         _move_files(partial, folder)

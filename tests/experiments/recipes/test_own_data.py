@@ -28,6 +28,7 @@ from onescan.experiments.recipes.infer import (
 )
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
+from onescan.zoo import path as zoo_path
 
 ROOT = Path(__file__).parents[3]
 SHAPES = ("circle", "square", "triangle")
@@ -85,6 +86,21 @@ def test_given_settings_are_kept(shapes):
     assert run.data.image_size == run.model.image_size == (36, 48)
     assert (run.training.batch_size, run.model.width) == (7, 48)
     run.model.build()
+
+
+def test_a_run_from_trained_weights_has_their_sizes(shapes, tmp_path):
+    given = {"model.depth": 2, "model.width": 48, "model.patch_size": (8, 8)}
+    run, _ = inferred("image_classifier", shapes, given)
+    run.model.build().save_pretrained(tmp_path / "saved")
+    start = {"init_from": str(tmp_path / "saved")}
+    again, lines = inferred("image_classifier", shapes, start)
+    assert again.model == run.model
+    assert lines[1] == "model: LightNet, 2 blocks of width 48, patches of 8 x 8"
+    assert inferred("image_classifier", shapes, start | {"model.depth": 3})[0].model.depth == 3
+    zoo, _ = inferred("image_classifier", shapes, {"init_from": "zoo/cifar10_lightnet"})
+    known = read_manifest(zoo_path("cifar10_lightnet")).run.model
+    assert (zoo.model.width, zoo.model.depth) == (known.width, known.depth)
+    assert zoo.model.mixer.num_heads == known.mixer.num_heads
 
 
 def test_grayscale_and_large_images(tmp_path):

@@ -256,3 +256,30 @@ def test_a_gradient_that_is_not_finite_ends_training():
     with pytest.raises(FloatingPointError, match="gradient of the training loss is nan at step 1"):
         onescan.linearize(model, [x], **FAST, loss=loss)
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"transfer_steps": 0, "steps": 8, "learning_rate": 1e30},
+            r"^training diverged at step 2: .*; try a smaller learning_rate \(now 1e\+30\)$",
+        ),
+        (
+            {"transfer_steps": 0, "steps": 1, "learning_rate": 1e30},
+            "^training diverged at step 1: the norm of the weights is inf; try a smaller learning",
+        ),
+        (
+            {"transfer_steps": 8, "steps": 0, "transfer_learning_rate": 1e30},
+            r"^attention transfer diverged at step 2: .* transfer_learning_rate \(now 1e\+30\)$",
+        ),
+        (
+            {"transfer_steps": 8, "steps": 0, "transfer_learning_rate": 1e4},
+            r"^attention transfer diverged at step 8: the transfer loss of bert\.\S* is .*, and "
+            r"was .* at step 1; try a smaller transfer_learning_rate \(now 10000\.0\)$",
+        ),
+    ],
+)
+def test_divergence_names_the_phase_and_its_learning_rate(options, message):
+    with pytest.raises(FloatingPointError, match=message):
+        onescan.linearize(bert(), [LABELED], **options)
