@@ -63,9 +63,10 @@ def predict(argv: Argv) -> None:
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
         whose images are found at any depth and skipped if they cannot be read. For arrays (signals,
         video): .npz files with an array x, and .npy files, of the shape and type of the training
-        data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
-        .parquet), whose unreadable rows are skipped. For time series: tables with a column per
-        series, and .npz or .npy files. For volumes: NIfTI files, and folders of them."""
+        data. For texts: texts in quotes, .txt files with one text per line, and tables (.csv, .tsv,
+        .jsonl, .ndjson, .json or .parquet). Empty lines and unreadable rows are skipped. For time
+        series: tables with a column per series, and .npz or .npy files. For volumes: NIfTI files,
+        and folders of them."""
         top_k: int = 3
         """Number of classes to print per input. All labels and values are printed; for a map, the
         share of each class, or the range of each value."""
@@ -189,12 +190,12 @@ def _text_probabilities(
 
     Args:
         checkpoint: A text classifier.
-        arguments: Texts, and tables of texts.
-        unreadable: Messages on the rows that cannot be read are added to it.
+        arguments: Texts, and files of texts.
+        unreadable: Messages on the lines and rows that cannot be read are added to it.
         column: Column of the texts in tables; None is that of the training data.
 
     Raises:
-        ValueError: If a table does not exist or has no such column, or an argument is another file.
+        ValueError: If a file does not exist, is of another type or has no such column.
     """
     from onescan.inference.classification import classify_texts
     from onescan.inputs import PairFormat

@@ -538,11 +538,12 @@ def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path,
 
 @pytest.mark.slow
 def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("the rain")
+    (tmp_path / "notes.md").write_text("the rain")
     write_csv(tmp_path / "other.csv", [{"body": "the rain"}])
     for argument, message in [
         (tmp_path / "missing.csv", "there is no file"),
-        (tmp_path / "notes.txt", "is not a table"),
+        (tmp_path / "missing.txt", "there is no file"),
+        (tmp_path / "notes.md", "notes.md is not a file of texts, expected a name ending in .txt"),
         (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
         (" ", "inputs has an empty text"),
         (tmp_path, "is a folder, expected a text or a file"),
