@@ -62,7 +62,11 @@ def named_type(value: object) -> str:
     >>> named_type(3), named_type("x")
     ('an int', 'a str')
     """
-    name = type(value).__name__
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return the name of a type with its article."""
     return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
 
 

@@ -36,6 +36,9 @@ RESUME = "run the same command again to resume"
 COMMAND = r"(onescan|torchrun|pip) "  # first word of a paragraph of commands
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
+# commands for models that others do not read
+COMMANDS_BY_MODEL = {"CausalLM": "generate", "MaskedLM": "fill", "Denoiser": "sample"}
+
 OptionsT = TypeVar("OptionsT")
 Argv = list[str]
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -338,6 +341,9 @@ def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokeni
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)
-    if type(model).__name__ != kind:
-        raise ValueError(f"checkpoint {name!r} is {named_type(model)}, expected a {kind}")
+    if (found := type(model).__name__) != kind:
+        raise ValueError(
+            f"checkpoint {name!r} is {named_type(model)}, expected a {kind}; use `onescan "
+            f"{COMMANDS_BY_MODEL[found]}`"
+        )
     return model.to(chosen), tokenizer, chosen

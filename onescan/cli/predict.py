@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from onescan.cli.forecast import forecast_rows
-from onescan.cli.options import Argv, Checkpoint, Imports, check_out, echo, import_files, parse
+from onescan.cli.options import (
+    COMMANDS_BY_MODEL,
+    Argv,
+    Checkpoint,
+    Imports,
+    check_out,
+    echo,
+    import_files,
+    parse,
+)
 from onescan.cli.readers import (
     check_no_column,
     data_setting,
@@ -21,7 +30,7 @@ from onescan.cli.readers import (
     read_texts,
     report_skipped,
 )
-from onescan.messages import printable
+from onescan.messages import named_type, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +99,11 @@ def predict(argv: Argv) -> None:
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
+    if command := COMMANDS_BY_MODEL.get(type(checkpoint.model).__name__):
+        raise ValueError(
+            f"the model is {named_type(checkpoint.model)}, which predicts no classes or values; "
+            f"use `onescan {command}`"
+        )
     of_texts = isinstance(checkpoint.format, PairFormat)
     if not of_texts:
         check_no_column(options.text_column)

@@ -207,14 +207,24 @@ def test_fill_prints_one_line_per_mask(saved, capsys):
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines
 
 
+def test_models_for_other_commands_are_refused(saved, capsys):
+    for words, message in [
+        (("generate", saved / "filler"), "is a MaskedLM, expected a CausalLM; use `onescan fill`"),
+        (("fill", saved / "writer", "a"), "expected a MaskedLM; use `onescan generate`"),
+        (("predict", "zoo/shakespeare_lightnet", "To be"), "a CausalLM, which predicts no classes"),
+        (("predict", "zoo/shakespeare_lightnet", "To be"), "use `onescan generate`"),
+        (("predict", "zoo/digits_denoiser", "a.png"), "use `onescan sample`"),
+    ]:
+        assert main(list(map(str, words))) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_mistakes_are_reported_in_one_line(saved, capsys):
     def error(*argv):
         assert main(list(argv)) == 2
         return capsys.readouterr().err
 
-    assert "is a MaskedLM, expected a CausalLM" in error("generate", str(saved / "filler"))
-    assert "is a CausalLM, expected a MaskedLM" in error("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in error("fill", str(saved / "filler"), "the cat")
     assert "--max-new-tokens is 0" in error(
         "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"
