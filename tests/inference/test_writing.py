@@ -1,6 +1,7 @@
 """Tokenizers, text generation, and prediction of masked tokens."""
 
 import re
+import socket
 
 import pytest
 import torch
@@ -102,6 +103,18 @@ def test_invalid_tokenizers_are_rejected(tmp_path):
         ByteTokenizer().decode([3, 300])
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's voc"):
         next(generate_text(writer(vocab_size=200), ByteTokenizer(), "a", max_new_tokens=3))
+
+
+def test_a_missing_folder_of_a_tokenizer_is_named_at_once(monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("onescan.checkpoint.hub.getproxies", dict)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
+    message = "tokenizer from 'nowhere', which is not on disk, nor on the Hugging Face hub: "
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer("nowhere")
 
 
 def test_generated_text_is_that_of_generate():

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
+from onescan.checkpoint.hub import without_retries
 from onescan.checks import HUB_NAME
 from onescan.experiments.data.base import HELD_OUT, SPLITS, listed
 from onescan.inputs.image_files import is_image_name
@@ -59,26 +57,6 @@ def quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if not were_disabled:
             datasets.enable_progress_bars()
-
-
-@contextmanager
-def without_retries() -> Iterator[None]:
-    """Use only the hub's cache if its name cannot be resolved, instead of trying for 30 seconds."""
-    from huggingface_hub import constants
-
-    libraries: tuple[Any, ...] = (constants, import_datasets().config)
-    before = [library.HF_HUB_OFFLINE for library in libraries]
-    try:
-        if not getproxies():
-            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        for library in libraries:
-            library.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for library, value in zip(libraries, before, strict=True):
-            library.HF_HUB_OFFLINE = value
 
 
 def first_line(error: BaseException) -> str:
@@ -589,7 +567,7 @@ def find_source(path: str, name: str | None) -> DatasetSource:
 def _find_on_hub(path: str, name: str | None) -> DatasetSource:
     datasets = import_datasets()
     try:
-        with quiet(), without_retries():
+        with quiet(), without_retries(datasets.config):
             splits = datasets.get_dataset_split_names(path, name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
