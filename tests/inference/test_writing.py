@@ -221,14 +221,14 @@ def test_fill_prints_one_line_per_mask(saved, capsys):
 
 
 def test_models_for_other_commands_are_refused(saved, capsys):
-    for words, message in [
+    for argv, message in [
         (("generate", saved / "filler"), "is a MaskedLM, expected a CausalLM; use `onescan fill`"),
         (("fill", saved / "writer", "a"), "expected a MaskedLM; use `onescan generate`"),
         (("predict", "zoo/shakespeare_lightnet", "To be"), "a CausalLM, which predicts no classes"),
         (("predict", "zoo/shakespeare_lightnet", "To be"), "use `onescan generate`"),
         (("predict", "zoo/digits_denoiser", "a.png"), "use `onescan sample`"),
     ]:
-        assert main(list(map(str, words))) == 2
+        assert main(list(map(str, argv))) == 2
         assert message in capsys.readouterr().err
 
 
