@@ -88,6 +88,16 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def class_range(count: int, *, has_names: bool) -> str:
+    """Describe the valid class indices, and the names that limit them.
+
+    >>> class_range(3, has_names=True)
+    '0 to 2, because data.class_names has 3 names, from that of class 0 on'
+    """
+    reason = f", because data.class_names has {count} names, from that of class 0 on"
+    return f"0 to {count - 1}{reason if has_names else ''}"
+
+
 def held_out_note(held_out: int, count: int) -> str:
     """Say how many examples are held out because the data has no test split."""
     return f"{held_out:,} of {count:,} examples are held out, because there is no test split"
