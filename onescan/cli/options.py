@@ -281,6 +281,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
     prefix = "--data." if argv and argv[0] == "train" else "--"
     message = re.sub(r"\b(?:data\.)?(\w+)_column (?=selects one)", rf"{prefix}\1-column ", message)
+    message = message.replace("on_error='skip'", f"{prefix}on-error skip")
     message = re.sub(r"set init_from='([^']*)'", r"pass --init-from \1", message)
     return message.replace("overwrite=True", "--overwrite")
 

@@ -129,6 +129,7 @@ def read_texts(arguments: Sequence[str], column: str, unreadable: list[str]) -> 
 def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
     """Yield the texts of a table; messages about unreadable rows are added to `unreadable`."""
     from onescan.experiments.data.text.files import read_rows
+    from onescan.experiments.data.text.lines import HEADER
     from onescan.experiments.data.text_table import read_text
 
     rows = [row for row in read_rows(Path(argument)) if not row.is_empty_line]
@@ -136,7 +137,7 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
     if columns and column not in columns:
         raise ValueError(
             f"{argument} has no column {column!r}; available: {', '.join(columns)} "
-            "(--text-column selects one)"
+            f"(--text-column selects one); {HEADER}"
         )
     for row in rows:
         try:

@@ -25,6 +25,7 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{0,15})?")  # exact enough to comp
 
 OnError = Literal["raise", "skip"]
 """What to do with an example that cannot be read."""
+SKIP_ROWS = "on_error='skip' skips such rows"  # end of errors; the command line names the flag
 
 
 def check_data_state(state: DataState, first: DataState) -> None:

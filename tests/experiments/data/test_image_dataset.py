@@ -619,7 +619,9 @@ def test_a_large_folder_is_sampled(tmp_path, monkeypatch):
     for file in tmp_path.rglob("*.png"):
         Image.new("RGBA", (4, 4)).save(file)
     notes = build(path, test_fraction=0.5).notes
-    assert any(note.startswith("5 of a sample of 5 training images can be transp") for note in notes)
+    assert any(
+        note.startswith("5 of a sample of 5 training images can be transp") for note in notes
+    )
 
 
 def test_classes_without_test_images_are_noted(tmp_path):
