@@ -1,6 +1,7 @@
 """Convert models from and to other libraries, and save the results."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,6 +164,9 @@ def _wrapped(native: "_Native", library: str) -> tuple[nn.Module, Write]:
 
 def _save(model: Any, out: Path) -> None:
     """Save a model of transformers or diffusers, without transformers' progress bar."""
+    if "transformers" not in sys.modules:  # which diffusers does not need
+        model.save_pretrained(out)
+        return
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
