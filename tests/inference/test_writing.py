@@ -10,7 +10,7 @@ from tiny_tokenizers import ODD, WORDS, byte_level_bpe, word_tokenizer, words
 
 import onescan
 from onescan.cli import main
-from onescan.inference.text_generation import fill_masks, generate_text
+from onescan.inference.text_generation import Guess, fill_masks, generate_text
 from onescan.inputs.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import Sampling
@@ -230,6 +230,13 @@ def test_models_for_other_commands_are_refused(saved, capsys):
     ]:
         assert main(list(map(str, argv))) == 2
         assert message in capsys.readouterr().err
+
+
+def test_filled_punctuation_is_quoted(saved, capsys, monkeypatch):
+    guesses = [Guess("cat", 0.5), Guess(",", 0.25), Guess(repr(" "), 0.125)]
+    monkeypatch.setattr("onescan.inference.text_generation.fill_masks", lambda *_, **__: [guesses])
+    assert main(["fill", str(saved / "filler"), "a [MASK]"]) == 0
+    assert capsys.readouterr().out == "cat 50.0%, ',' 25.0%, ' ' 12.5%\n"
 
 
 @pytest.mark.slow
