@@ -621,7 +621,8 @@ class ArrayDataset(ImageSet):
         if tensor.is_floating_point() and not tensor.isfinite().all():
             row = int(indices[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
             raise NotFiniteError(
-                f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
+                f"example {row} of {self.name} has values that are not finite (NaN or infinite): "
+                "replace them, or remove the example"
             )
         return tensor.contiguous(), *keep
 

@@ -207,7 +207,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({**FOUR, "y_train": Y + 2, "y_test": Y + 3}, {}, "lowest label is 2, but .* y - 2"),
         ({**FOUR, "x_train": NAN}, {}, "path is .* where example 5 of x_train .* not finite"),
         ({**FOUR, "x_test": NAN}, {}, "path is .* where example 5 of x_test .* not finite"),
-        ({"y": NAMES, "x": NAN}, {}, "where example 5 of x has values that are not finite"),
+        ({"y": NAMES, "x": NAN}, {}, "not finite .*: replace them, or remove the example"),
         ({"y": np.char.encode(NAMES)}, {}, r"y holds \|S4, expected integers or strings"),
         ({"y": np.where(Y == 2, "", NAMES)}, {}, r"y\[2\] is '', expected the name of a class"),
         ({"y": np.full(COUNT, "up")}, {}, "one class"),
