@@ -70,6 +70,17 @@ def with_article(name: str) -> str:
     return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
 
 
+def expected_model(value: object, expected: str) -> ValueError:
+    """Return the error for an argument model of another type, such as what `onescan.load` returns.
+
+    >>> expected_model("runs/digits/seed-0", "a Denoiser")
+    ValueError('model is a str, expected a Denoiser')
+    """
+    is_checkpoint = type(value).__name__ == "Checkpoint"
+    advice = "; pass its attribute model" if is_checkpoint else ""
+    return ValueError(f"model is {named_type(value)}, expected {expected}{advice}")
+
+
 def plural(count: int, noun: str) -> str:
     """Format a count together with its noun.
 

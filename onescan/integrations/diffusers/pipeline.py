@@ -31,7 +31,7 @@ from onescan.integrations.diffusers.sampling import (
     sample,
 )
 from onescan.layers.block import Block
-from onescan.messages import hint, named_type
+from onescan.messages import expected_model, hint
 from onescan.models.denoiser import (
     Denoiser,
     DenoiserConfig,
@@ -485,7 +485,7 @@ def to_diffusers(
         ValueError: If the model is not a denoiser, or arguments do not match each other.
     """
     if not isinstance(model, Denoiser):
-        raise ValueError(f"model is {named_type(model)}, expected a Denoiser")
+        raise expected_model(model, "a Denoiser")
     noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
     if vae is not None and (axes := len(model.config.image_size)) != IMAGE_AXES:
         raise ValueError(f"vae is given, but the model has {axes} axes, expected {IMAGE_AXES}")
