@@ -171,7 +171,8 @@ def as_grid_shape(shape: Any, *, name: str = "shape") -> tuple[int, ...]:
     sizes: Any = shape if isinstance(shape, list | tuple) else ()
     whole = all(isinstance(n, (*INTEGERS, Integral)) for n in sizes)
     if not (sizes and whole and all(n > 0 for n in sizes)):
-        raise ValueError(f"{name} is {shape!r}, expected one positive whole number per axis")
+        shown = named_type(shape) if hasattr(shape, "ndim") else repr(shape)  # a tensor, not long
+        raise ValueError(f"{name} is {shown}, expected one positive whole number per axis")
     # NumPy's integers become Python's, but SymInt must stay symbolic.
     converted: list[Any] = [n if isinstance(n, INTEGERS) else int(n) for n in sizes]
     return tuple(converted)

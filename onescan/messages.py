@@ -6,6 +6,7 @@ This module does not import torch, so that the command line can use it without t
 import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from os import PathLike
 
 CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
 BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -62,8 +63,26 @@ def named_type(value: object) -> str:
     >>> named_type(3), named_type("x")
     ('an int', 'a str')
     """
-    name = type(value).__name__
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return the name of a type with its article."""
     return f"an {name}" if name[0] in "AEIOaeio" or name == "ndarray" else f"a {name}"
+
+
+def expected_model(value: object, expected: str) -> ValueError:
+    """Return the error for an argument model of another type, such as what `onescan.load` returns.
+
+    >>> expected_model("runs/digits/seed-0", "a Denoiser")
+    ValueError('model is a str, expected a Denoiser; pass onescan.load(path).model')
+    """
+    advice = ""
+    if type(value).__name__ == "Checkpoint":
+        advice = "; pass checkpoint.model"
+    elif isinstance(value, str | PathLike):
+        advice = "; pass onescan.load(path).model"
+    return ValueError(f"model is {named_type(value)}, expected {expected}{advice}")
 
 
 def plural(count: int, noun: str) -> str:

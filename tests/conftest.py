@@ -132,7 +132,7 @@ def offline(tmp_path_factory):
         patch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", f"{cache}/downloads")
         patch.setattr(socket, "getaddrinfo", refuse)
         # As behind a proxy, where data sources do not look up the hub's name first.
-        patch.setattr("onescan.experiments.data.sources.getproxies", lambda: {"https": "proxy"})
+        patch.setattr("onescan.checkpoint.hub.getproxies", lambda: {"https": "proxy"})
         yield
 
 

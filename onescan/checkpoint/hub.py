@@ -1,8 +1,13 @@
 """Folders on the Hugging Face Hub: download them without any code, and upload them."""
 
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.messages import missing_package
@@ -19,6 +24,30 @@ def is_hub_name(name: Any) -> bool:
     (True, True, False)
     """
     return re.fullmatch(HUB_NAME, str(name)) is not None
+
+
+@contextmanager
+def without_retries(*configs: Any) -> Iterator[None]:
+    """Use only the hub's cache if its name cannot be resolved, instead of trying for 30 seconds.
+
+    Args:
+        configs: Modules of other libraries that have a setting HF_HUB_OFFLINE, too.
+    """
+    from huggingface_hub import constants
+
+    libraries: tuple[Any, ...] = (constants, *configs)
+    before = [library.HF_HUB_OFFLINE for library in libraries]
+    try:
+        if not getproxies():
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        for library in libraries:
+            library.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for library, value in zip(libraries, before, strict=True):
+            library.HF_HUB_OFFLINE = value
 
 
 def find_folder(name: Any, **options: Any) -> Path:

@@ -108,7 +108,7 @@ def embed(argv: Argv) -> None:
             names, vectors = _grid_vectors(model, examples, options.batch_size, settings)
         else:
             column = options.text_column or _text_column(source)
-            texts = read_texts(options.inputs, column, unreadable, lines=True)
+            texts = read_texts(options.inputs, column, unreadable)
             settings["batch_size"] = options.batch_size
             names, vectors = _text_vectors(model, texts, encoder, settings)
     report_skipped(unreadable)

@@ -36,6 +36,9 @@ RESUME = "run the same command again to resume"
 COMMAND = r"(onescan|torchrun|pip) "  # first word of a paragraph of commands
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
+# commands for models that others do not read
+COMMANDS_BY_MODEL = {"CausalLM": "generate", "MaskedLM": "fill", "Denoiser": "sample"}
+
 OptionsT = TypeVar("OptionsT")
 Argv = list[str]
 Checkpoint = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -280,6 +283,7 @@ def name_flags(message: str, argv: Sequence[str]) -> str:
                 message = re.sub(rf"(?<![\w.'\"/-]){end}(?= [\d(])", shown, message)
     prefix = "--data." if argv and argv[0] == "train" else "--"
     message = re.sub(r"\b(?:data\.)?(\w+)_column (?=selects one)", rf"{prefix}\1-column ", message)
+    message = message.replace("on_error='skip'", f"{prefix}on-error skip")
     message = re.sub(r"set init_from='([^']*)'", r"pass --init-from \1", message)
     message = re.sub(r"(?<![\w.])to='(\w+)'", r"--to \1", message)
     return message.replace("overwrite=True", "--overwrite")
@@ -341,6 +345,9 @@ def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokeni
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)
-    if type(model).__name__ != kind:
-        raise ValueError(f"checkpoint {name!r} is {named_type(model)}, expected a {kind}")
+    if (found := type(model).__name__) != kind:
+        raise ValueError(
+            f"checkpoint {name!r} is {named_type(model)}, expected a {kind}; use `onescan "
+            f"{COMMANDS_BY_MODEL[found]}`"
+        )
     return model.to(chosen), tokenizer, chosen

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from onescan.cli.forecast import forecast_rows
-from onescan.cli.options import Argv, Checkpoint, Imports, check_out, echo, import_files, parse
+from onescan.cli.options import (
+    COMMANDS_BY_MODEL,
+    Argv,
+    Checkpoint,
+    Imports,
+    check_out,
+    echo,
+    import_files,
+    parse,
+)
 from onescan.cli.readers import (
     check_no_column,
     data_setting,
@@ -21,7 +30,7 @@ from onescan.cli.readers import (
     read_texts,
     report_skipped,
 )
-from onescan.messages import printable
+from onescan.messages import named_type, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,9 +72,10 @@ def predict(argv: Argv) -> None:
         """For images: files of any size (PNG, JPEG, WebP, GIF, BMP, TIFF or PPM), and folders,
         whose images are found at any depth and skipped if they cannot be read. For arrays (signals,
         video): .npz files with an array x, and .npy files, of the shape and type of the training
-        data. For texts: texts in quotes, and tables (.csv, .tsv, .jsonl, .ndjson, .json or
-        .parquet), whose unreadable rows are skipped. For time series: tables with a column per
-        series, and .npz or .npy files. For volumes: NIfTI files, and folders of them."""
+        data. For texts: texts in quotes, .txt files with one text per line, and tables (.csv, .tsv,
+        .jsonl, .ndjson, .json or .parquet). Empty lines and unreadable rows are skipped. For time
+        series: tables with a column per series, and .npz or .npy files. For volumes: NIfTI files,
+        and folders of them."""
         top_k: int = 3
         """Number of classes to print per input. All labels and values are printed; for a map, the
         share of each class, or the range of each value."""
@@ -89,6 +99,11 @@ def predict(argv: Argv) -> None:
 
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
+    if command := COMMANDS_BY_MODEL.get(type(checkpoint.model).__name__):
+        raise ValueError(
+            f"the model is {named_type(checkpoint.model)}, which predicts no classes or values; "
+            f"use `onescan {command}`"
+        )
     of_texts = isinstance(checkpoint.format, PairFormat)
     if not of_texts:
         check_no_column(options.text_column)
@@ -189,12 +204,12 @@ def _text_probabilities(
 
     Args:
         checkpoint: A text classifier.
-        arguments: Texts, and tables of texts.
-        unreadable: Messages on the rows that cannot be read are added to it.
+        arguments: Texts, and files of texts.
+        unreadable: Messages on the lines and rows that cannot be read are added to it.
         column: Column of the texts in tables; None is that of the training data.
 
     Raises:
-        ValueError: If a table does not exist or has no such column, or an argument is another file.
+        ValueError: If a file does not exist, is of another type or has no such column.
     """
     from onescan.inference.classification import classify_texts
     from onescan.inputs import PairFormat

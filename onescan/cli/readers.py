@@ -85,16 +85,13 @@ def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Pat
             yield Path(file), True
 
 
-def read_texts(
-    arguments: Sequence[str], column: str, unreadable: list[str], *, lines: bool = False
-) -> list[GivenText]:
-    """Read texts from the command line, from tables and, if `lines`, from the lines of .txt files.
+def read_texts(arguments: Sequence[str], column: str, unreadable: list[str]) -> list[GivenText]:
+    """Read texts from the command line, from tables, and from the lines of .txt files.
 
     Args:
         arguments: Texts, and names of files.
         column: Column of the texts in tables.
         unreadable: List to which messages about unreadable rows and lines are added.
-        lines: Whether to read .txt files, one text per line.
 
     Raises:
         ValueError: If a file does not exist, is of another type, or has no such column; or if an
@@ -104,11 +101,11 @@ def read_texts(
     from onescan.experiments.data.text.lines import file_type
     from onescan.inputs.sequences import check_unicode
 
-    types = ", ".join((LINE_FILE, *READERS) if lines else READERS)
+    types = ", ".join((LINE_FILE, *READERS))
     texts: list[GivenText] = []
     for index, argument in enumerate(arguments):
         path = Path(argument)
-        has_lines = lines and file_type(path) == LINE_FILE
+        has_lines = file_type(path) == LINE_FILE
         is_file_name = (is_table(path) or has_lines) and len(argument.split()) == 1
         if argument.strip() and _is(Path.is_dir, argument):
             raise ValueError(
@@ -117,7 +114,7 @@ def read_texts(
             )
         check_unicode(f"inputs[{index}]", argument)
         if is_file_name or _is(Path.is_file, argument):
-            if lines and not (has_lines or is_table(path)):
+            if not (has_lines or is_table(path)):
                 raise ValueError(
                     f"{argument} is not a file of texts, expected a name ending in {types}"
                 )
@@ -132,6 +129,7 @@ def read_texts(
 def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[GivenText]:
     """Yield the texts of a table; messages about unreadable rows are added to `unreadable`."""
     from onescan.experiments.data.text.files import read_rows
+    from onescan.experiments.data.text.lines import HEADER
     from onescan.experiments.data.text_table import read_text
 
     rows = [row for row in read_rows(Path(argument)) if not row.is_empty_line]
@@ -139,7 +137,7 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
     if columns and column not in columns:
         raise ValueError(
             f"{argument} has no column {column!r}; available: {', '.join(columns)} "
-            "(--text-column selects one)"
+            f"(--text-column selects one); {HEADER}"
         )
     for row in rows:
         try:

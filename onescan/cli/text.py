@@ -119,7 +119,17 @@ def fill(argv: Argv) -> None:
     with options.compute.applied():
         masks = fill_masks(model, tokenizer, options.text, top_k=options.top_k)
     for guesses in masks:
-        echo(", ".join(f"{printable(guess.text)} {guess.probability:.1%}" for guess in guesses))
+        echo(", ".join(f"{_quoted(guess.text)} {guess.probability:.1%}" for guess in guesses))
+
+
+def _quoted(text: str) -> str:
+    """Quote a token of punctuation, as those of white space already are.
+
+    >>> _quoted("cat"), _quoted(","), _quoted(repr(" "))
+    ('cat', "','", "' '")
+    """
+    is_plain = any(map(str.isalnum, text)) or text[1:-1].isspace()
+    return printable(text if is_plain else repr(text))
 
 
 def tokenizer(argv: Argv) -> None:

@@ -136,8 +136,8 @@ def _explaining(inferred: Collection[str]) -> Iterator[None]:
         if not fields:
             raise
         raise ValueError(
-            f"{error}; this command infers {', '.join(fields)} from the data, so the data have "
-            "changed since the run began, unless it began with other options"
+            f"{error}; this command infers {', '.join(fields)} from the data, so the options or "
+            "the data have changed since the run began"
         ) from error
 
 

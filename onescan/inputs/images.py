@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from io import BytesIO
 from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from onescan.inputs.image_files import (
     resize_pixels,
     to_pixels,
 )
-from onescan.messages import plural
+from onescan.messages import named_type, plural
 
 AnyGrid = Shaped[Tensor, "*batch_channels_axes"]
 AnyArray = Shaped[np.ndarray, "*batch_channels_axes"]
@@ -141,14 +142,19 @@ class GridFormat(Format, ABC):
                 that range. Arrays in the range of the training data. Shape [..., C, *axes].
 
         Raises:
-            ValueError: If the shape does not match; or if images have a type of unknown range or,
-                on the CPU, floats below -0.45 or above 1.45; bicubic resizing exceeds the range
-                from 0 to 1 by less.
+            ValueError: If the values are no array or tensor, or their shape does not match; or if
+                images have a type of unknown range or, on the CPU, floats below -0.45 or above
+                1.45; bicubic resizing exceeds the range from 0 to 1 by less.
         """
         if isinstance(values, np.ndarray):
             dtype = native_type(values.dtype)
             dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
             values = torch.from_numpy(values.astype(dtype))
+        if not isinstance(values, Tensor):
+            raise ValueError(
+                f"values is {named_type(values)}, expected an array or a tensor; "
+                "onescan.inputs.read_image(path, format) reads an image file"
+            )
         if values.ndim <= self.axes or values.shape[-1 - self.axes] != self.channels:
             raise ValueError(
                 f"values have shape {tuple(values.shape)}, expected [..., {self.channels}, *axes] "
@@ -216,6 +222,14 @@ class ImageFormat(GridFormat):
             crop=crop or self.box,
         )
 
+    def model_input(self, values: AnyGrid | AnyArray | Image.Image) -> AnyGrid:
+        """Standardize pixels as `GridFormat.model_input`, or convert a PIL image by `from_pil`."""
+        return (
+            self.from_pil(values)
+            if isinstance(values, Image.Image)
+            else super().model_input(values)
+        )
+
     def from_pil(self, image: Image.Image) -> Pixels:
         """Convert an opened image to the model's input: upright, cropped, resized, standardized."""
         pixels = to_pixels(
@@ -243,6 +257,11 @@ def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels
         FileNotFoundError: If there is no such file.
         ValueError: If it is not an image file, is damaged, or has floating point pixels.
     """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(
+            f"path is {named_type(path)}, expected the path of an image file; "
+            "format.model_input(image) converts PIL images, arrays and tensors"
+        )
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no image file {path}")

@@ -4,6 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -26,6 +27,7 @@ from onescan.checkpoint.files import (
     to_json,
     write_text_atomically,
 )
+from onescan.checkpoint.hub import without_retries
 from onescan.checkpoint.run_folder import TOKENIZER
 from onescan.checks import in_a_line
 from onescan.inputs.format import Format
@@ -404,10 +406,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise missing_package(f"tokenizer {name!r}", "transformers", "text") from error
     path = Path(name)
     source = path.parent if path.name == "tokenizer.json" else path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"cannot load a tokenizer from {name!r}: {in_a_line(error)}") from error
+    with nullcontext() if source.exists() else without_retries():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+        except Exception as error:  # tokenizers raises plain Exception
+            where = "" if source.exists() else ", which is not on disk, nor on the Hugging Face hub"
+            raise ValueError(
+                f"cannot load a tokenizer from {name!r}{where}: {in_a_line(error)}"
+            ) from error
     return PretrainedTokenizer(name, tokenizer)
 
 

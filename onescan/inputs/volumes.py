@@ -267,7 +267,10 @@ def read_values(
     check_channels(volume, format.channels)
     values = volume.read(volume.resampled_sides(format.spacing), box)
     if not values.isfinite().all():
-        raise ValueError(f"{volume.file} has values that are not finite (NaN or infinite)")
+        raise ValueError(
+            f"{volume.file} has values that are not finite (NaN or infinite): replace them, or "
+            "remove the file"
+        )
     return values
 
 

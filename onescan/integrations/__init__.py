@@ -6,10 +6,25 @@
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onescan.checkpoint.run_folder import has_run_config
+
 REMOTE_MODULE = "modeling_onescan"  # module in saved folders, for trust_remote_code=True
+
+
+def check_not_native(source: Any, library: str) -> None:
+    """Raise ValueError if a path is that of a run, which another library cannot load."""
+    path, is_native = Path(str(source)), False
+    with suppress(OSError, ValueError):
+        is_native = path.exists() and has_run_config(path if path.is_dir() else path.parent)
+    if is_native:
+        raise ValueError(
+            f"'{source}' is in onescan's own format, expected that of {library}; convert it first: "
+            f"onescan convert {source} --to {library} --out FOLDER"
+        )
 
 
 def write_remote_module(folder: Any, package: str, classes: Sequence[str]) -> None:

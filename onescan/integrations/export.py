@@ -27,7 +27,7 @@ from onescan.checks import check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
 from onescan.layers.position import AbsolutePositionConfig, ToeplitzPosition
-from onescan.messages import missing_package, named_type
+from onescan.messages import expected_model, missing_package
 from onescan.models.causal_lm import CausalLM
 from onescan.models.denoiser import Denoiser
 from onescan.models.dense_predictor import DensePredictor
@@ -472,24 +472,15 @@ def _renamed(size: str, names: Mapping[str, str]) -> str:
 def _check(model: Any) -> None:
     if not any(isinstance(model, kind) for kind in EXTRA_INPUTS):
         known = ", ".join(kind.__name__ for kind in EXTRA_INPUTS)
-        raise _other_class(model, f"one of {known}")
+        raise expected_model(model, f"one of {known}")
     if model.training:
         raise ValueError("model is training, expected it in eval mode: model.eval()")
 
 
 def _check_causal(model: Any) -> None:
     if not isinstance(model, CausalLM):
-        raise _other_class(model, "a CausalLM")
+        raise expected_model(model, "a CausalLM")
     _check(model)
-
-
-def _other_class(model: Any, expected: str) -> ValueError:
-    hint = ""
-    if type(model).__name__ == "Checkpoint":  # of `onescan.load`, in a higher layer
-        hint = "; pass checkpoint.model"
-    elif isinstance(model, str | os.PathLike):
-        hint = "; pass onescan.load(path).model"
-    return ValueError(f"model is {named_type(model)}, expected {expected}{hint}")
 
 
 def _mixers(model: Any) -> list[MixerConfig]:

@@ -6,9 +6,15 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import model_registry
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import model_registry
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    from onescan.messages import missing_package
+
+    raise missing_package("onescan.integrations.lm_eval", "lm-eval", "eval") from error
 from torch import Tensor, nn
 
 from onescan.checks import check_positive

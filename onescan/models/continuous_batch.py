@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onescan.checks import check_token_ids, check_whole
 from onescan.layers.position import TokenPositionConfig
-from onescan.messages import named_type
+from onescan.messages import expected_model, named_type
 from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.token_network import (
     check_constant_size,
@@ -74,7 +74,7 @@ class ContinuousBatch:
         self, model: CausalLM, *, end: int | None = None, vocab_size: int | None = None
     ) -> None:
         if not isinstance(model, CausalLM):
-            raise ValueError(f"model is {named_type(model)}, expected a CausalLM")
+            raise expected_model(model, "a CausalLM")
         self.model, self.end, self.vocab_size = model, end, vocab_size
         self.active: list[GeneratedSequence] = []
         masked = torch.zeros(1, 2, dtype=torch.long, device=model.network.device)

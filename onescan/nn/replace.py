@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onescan.checks import can_look_at_values, check_shapes, in_a_line
 from onescan.layers.mixers.projections import copy_projection, projection_weights
 from onescan.lazy import lazy_attributes
-from onescan.messages import named_type
+from onescan.messages import expected_model, named_type
 from onescan.nn.arguments import bool_mask
 from onescan.nn.attention import AttentionLayer
 from onescan.nn.multihead import MultiheadAttention, build_attention
@@ -369,7 +369,7 @@ def build_replacements(
     `replace_attention`.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is {named_type(model)}, expected an nn.Module")
+        raise expected_model(model, "an nn.Module")
     if isinstance(exclude, str):
         raise ValueError(f"exclude is {exclude!r}, expected a list of names")
     for name, module in model.named_modules():

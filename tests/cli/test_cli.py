@@ -739,7 +739,7 @@ def test_a_hub_name_without_a_network_fails_at_once(recipe, tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.getaddrinfo", unknown)
-    monkeypatch.setattr("onescan.experiments.data.sources.getproxies", dict)
+    monkeypatch.setattr("onescan.checkpoint.hub.getproxies", dict)
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
     assert_fails(capsys, ["train", recipe, "--data.path", "owner/name"], "no connection")
 

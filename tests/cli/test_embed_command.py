@@ -270,6 +270,17 @@ def test_predict_refuses_a_folder_as_a_text(capsys, monkeypatch):
     assert "images is a folder, expected a text or a file of texts" in capsys.readouterr().err
 
 
+def test_predict_reads_the_lines_of_text_files(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda _: classifier())
+    Path("new.txt").write_text("\n".join(LINES), encoding="utf-8")
+    assert main(["predict", "run", "new.txt", "see new.txt"]) == 0
+    shown = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in shown.out.splitlines()] == [*TEXTS, "see new.txt"]
+    assert shown.err.startswith("skipped: new.txt, line 3: the text is empty\n")
+    assert main(["predict", "run", "no.txt"]) == 2
+    assert capsys.readouterr().err == "onescan: error: there is no file no.txt\n"
+
+
 def test_rows_with_lone_surrogates_are_skipped(capsys):
     Path("a.jsonl").write_text('{"text": "a\\ud800"}\n{"text": "b"}\n')
     names, _ = run("a.jsonl", "--model", LM)

@@ -1,6 +1,7 @@
 """Tokenizers, text generation, and prediction of masked tokens."""
 
 import re
+import socket
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_tokenizers import ODD, WORDS, byte_level_bpe, word_tokenizer, words
 
 import onescan
 from onescan.cli import main
-from onescan.inference.text_generation import fill_masks, generate_text
+from onescan.inference.text_generation import Guess, fill_masks, generate_text
 from onescan.inputs.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 from onescan.integrations.transformers import to_transformers
 from onescan.models.causal_lm import Sampling
@@ -102,6 +103,18 @@ def test_invalid_tokenizers_are_rejected(tmp_path):
         ByteTokenizer().decode([3, 300])
     with pytest.raises(ValueError, match="tokenizer 'bytes' has 258 tokens, but the model's voc"):
         next(generate_text(writer(vocab_size=200), ByteTokenizer(), "a", max_new_tokens=3))
+
+
+def test_a_missing_folder_of_a_tokenizer_is_named_at_once(monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("onescan.checkpoint.hub.getproxies", dict)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
+    message = "tokenizer from 'nowhere', which is not on disk, nor on the Hugging Face hub: "
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer("nowhere")
 
 
 def test_generated_text_is_that_of_generate():
@@ -207,14 +220,31 @@ def test_fill_prints_one_line_per_mask(saved, capsys):
     assert all(re.fullmatch(r"\S* ?\d+\.\d%, \S* ?\d+\.\d%", line) for line in lines), lines
 
 
+def test_models_for_other_commands_are_refused(saved, capsys):
+    for argv, message in [
+        (("generate", saved / "filler"), "is a MaskedLM, expected a CausalLM; use `onescan fill`"),
+        (("fill", saved / "writer", "a"), "expected a MaskedLM; use `onescan generate`"),
+        (("predict", "zoo/shakespeare_lightnet", "To be"), "a CausalLM, which predicts no classes"),
+        (("predict", "zoo/shakespeare_lightnet", "To be"), "use `onescan generate`"),
+        (("predict", "zoo/digits_denoiser", "a.png"), "use `onescan sample`"),
+    ]:
+        assert main(list(map(str, argv))) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_filled_punctuation_is_quoted(saved, capsys, monkeypatch):
+    guesses = [Guess("cat", 0.5), Guess(",", 0.25), Guess(repr(" "), 0.125)]
+    monkeypatch.setattr("onescan.inference.text_generation.fill_masks", lambda *_, **__: [guesses])
+    assert main(["fill", str(saved / "filler"), "a [MASK]"]) == 0
+    assert capsys.readouterr().out == "cat 50.0%, ',' 25.0%, ' ' 12.5%\n"
+
+
 @pytest.mark.slow
 def test_mistakes_are_reported_in_one_line(saved, capsys):
     def error(*argv):
         assert main(list(argv)) == 2
         return capsys.readouterr().err
 
-    assert "is a MaskedLM, expected a CausalLM" in error("generate", str(saved / "filler"))
-    assert "is a CausalLM, expected a MaskedLM" in error("fill", str(saved / "writer"), "a")
     assert "text has no [MASK]" in error("fill", str(saved / "filler"), "the cat")
     assert "--max-new-tokens is 0" in error(
         "generate", str(saved / "writer"), "--prompt", "a", "--max-new-tokens", "0"

@@ -6,6 +6,7 @@ import re
 import struct
 import zlib
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -444,6 +445,34 @@ def test_other_shapes_are_refused(shape):
     for values in (torch.zeros(shape), np.zeros(shape, np.uint8)):
         with pytest.raises(ValueError, match=message):
             COLOUR.model_input(values)
+
+
+def test_pil_images_are_resized_for_the_model(tmp_path):
+    image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
+    image.save(tmp_path / "a.png")
+    assert torch.equal(COLOUR.model_input(image), read_image(tmp_path / "a.png", COLOUR))
+
+
+@pytest.fixture
+def _unchecked():
+    """Calls without the type checks, as users make them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_what_is_no_image_is_named():
+    image = Image.new("L", (6, 5))
+    array = ArrayFormat(channels=1, shape=(4,), mean=(0.0,), std=(1.0,))
+    message = r"values is .*, expected an array or a tensor; onescan.inputs.read_image\(path, form"
+    for format, values in ((COLOUR, "a.png"), (COLOUR, [image]), (array, image)):
+        with pytest.raises(ValueError, match=message):
+            format.model_input(values)
+    with pytest.raises(
+        ValueError, match="path is an Image, expected the path of an image file; fo"
+    ):
+        read_image(image, COLOUR)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

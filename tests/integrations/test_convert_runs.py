@@ -1,6 +1,8 @@
 """Runs of linear attention as folders of transformers and diffusers, with what pipelines need."""
 
+import inspect
 import random
+from importlib import import_module
 
 import pytest
 import torch
@@ -146,6 +148,18 @@ def test_the_command_says_what_pipelines_lack(tmp_path, capsys):
         out = str(tmp_path / "none")
         assert main(["convert", f"zoo/{name}", "--out", out, "--to", library]) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["transformers", "diffusers"])
+def test_a_checkpoint_in_place_of_its_model_is_named(name):
+    checkpoint = onescan.load("zoo/digits_denoiser")
+    function = getattr(import_module(f"onescan.integrations.{name}"), f"to_{name}")
+    with pytest.raises(ValueError, match=r"a Checkpoint, expected .*; pass checkpoint.model"):
+        inspect.unwrap(function)(checkpoint)
+    with pytest.raises(
+        ValueError, match=r"source is a Checkpoint, .* as onescan.load\(...\).model"
+    ):
+        inspect.unwrap(onescan.convert)(checkpoint, to=name)
 
 
 def test_tokenizers_of_other_models_are_refused():

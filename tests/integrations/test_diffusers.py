@@ -63,6 +63,14 @@ def native(kind="lightnet", **changes):
 UNCONDITIONAL = "unconditional-image-generation"
 
 
+@pytest.mark.parametrize("kind", [DenoiserModel, DenoiserPipeline])
+def test_native_folders_are_not_read_as_those_of_diffusers(kind, tmp_path):
+    native().save_pretrained(tmp_path / "run")
+    advice = "onescan's own format.*: onescan convert .*run --to diffusers --out FOLDER"
+    with pytest.raises(ValueError, match=advice):
+        kind.from_pretrained(tmp_path / "run")
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "tag", "shape"),

@@ -151,6 +151,14 @@ CARDS = {
 }
 
 
+def test_native_folders_are_not_read_as_those_of_transformers(tmp_path):
+    causal_lm().save_pretrained(tmp_path / "run")
+    advice = "onescan's own format.*: onescan convert .*run.* --to transformers --out FOLDER"
+    for path in (tmp_path / "run", str(tmp_path / "run" / "model.safetensors")):
+        with pytest.raises(ValueError, match=advice):
+            OnescanForCausalLM.from_pretrained(path)
+
+
 @pytest.mark.parametrize(("build", "kind", "tag"), CARDS.values(), ids=CARDS)
 def test_saved_folders_have_a_model_card(build, kind, tag, tmp_path, monkeypatch):
     model = to_transformers(build())

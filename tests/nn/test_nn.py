@@ -252,6 +252,12 @@ def test_shapes_are_sequences_of_whole_numbers(shape):
     assert torch.equal(y, ops.toeplitz_position(x, decay, weight, (3, 4))[0])
 
 
+def test_a_tensor_as_shape_is_not_printed():
+    message = "shape is a Tensor, expected one positive whole number per axis"
+    with pytest.raises(ValueError, match=message):
+        unwrap(grid_of)(6, tokens(1, 6), 1, 0)
+
+
 def test_wrong_arguments_are_named():
     layer, x = build(LightNetAttention, axes=2), tokens(1, 6)
     with pytest.raises(ValueError, match="shape is None"):

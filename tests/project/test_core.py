@@ -144,6 +144,32 @@ def test_a_command_names_the_missing_extra(tmp_path, argv):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [
+        ("digits_lightnet", "transformers", "text"),
+        ("shakespeare_lightnet", "transformers", "text"),
+        ("digits_denoiser", "diffusers", "generation"),
+    ],
+)
+def test_conversions_name_the_missing_extra(tmp_path, name, library, extra):
+    done = on_the_core(
+        command("convert", f"zoo/{name}", "--to", library, "--out", "x"), cwd=tmp_path
+    )
+    (message,) = done.stderr.splitlines()
+    assert message.endswith(f" needs {library}: pip install 'onescan[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("transformers", "transformers"), ("lm_eval", "lm-eval")]
+)
+def test_an_integration_names_the_missing_extra(tmp_path, module, package):
+    done = on_the_core(f"import onescan.integrations.{module}", cwd=tmp_path)
+    message = f"ImportError: onescan.integrations.{module} needs {package}: pip install 'onescan["
+    assert message in done.stderr
+
+
+@pytest.mark.slow
 def test_training_from_python_names_the_missing_extra(tmp_path):
     code = "import onescan\nfrom onescan.experiments.recipes import find_recipe\n"
     done = on_the_core(code + "onescan.train(find_recipe('digits')(), 'run')", cwd=tmp_path)

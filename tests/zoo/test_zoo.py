@@ -152,7 +152,7 @@ def test_evaluations_accept_names(model_zoo):
     features = open_features(DIGITS, torch.device("cpu"))
     assert features.class_names == onescan.load(DIGITS).class_names
     assert run_config(DIGITS).model == onescan.load(DIGITS).model.config
-    with pytest.raises(ValueError, match="ImageClassificationConfig, which does not generate"):
+    with pytest.raises(ValueError, match="an ImageClassifier, which does not generate"):
         default_sampler(DIGITS)
     with pytest.raises(ValueError, match="zoo/digits_lightnet' is a run of"):
         open_samples(DIGITS, SamplesConfig(), features, torch.device("cpu"))

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from onescan.checks import check_distinct
-from onescan.experiments.data.base import listed
+from onescan.experiments.data.base import class_range, listed
 from onescan.experiments.data.ragged import Sizes, real_positions
 from onescan.experiments.data.statistics import divisors, mean_and_std
 from onescan.inputs.images import native_type
@@ -231,7 +231,7 @@ def count_classes(
         hints = f"; if {WHITE} marks positions without a class, pass --data.ignore-index {WHITE}"
         raise ValueError(
             f"the classes of {what} are {listed(list(map(str, sorted(training))))}, expected 0 to "
-            f"{len(training) - 1}, or {largest + 1} names in data.class_names"
+            f"{len(training) - 1}, or {largest + 1} names in --data.class-names"
             f"{(hints + hint) * (WHITE in training)}"
         )
     count = named or largest + 1
@@ -239,7 +239,8 @@ def count_classes(
         raise ValueError(f"all positions of {what} have class 0, expected at least two classes")
     for name, classes in {what: training, **tests}.items():
         if max(classes, default=0) >= count:
-            raise ValueError(f"{name} has class {max(classes)}, expected 0 to {count - 1}")
+            expected = class_range(count, has_names=bool(named))
+            raise ValueError(f"{name} has class {max(classes)}, expected {expected}")
     return count
 
 

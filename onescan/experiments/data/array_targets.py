@@ -78,6 +78,8 @@ def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> st
     """Describe how y is read, if it holds labels or values."""
     read = "real value" if kind == "value" else "binary label"
     note = f"y is read as {plural(outputs, read)} per example"
+    if outputs > 1 and all(_is_one_hot(y) for y in arrays.values()):
+        return f"{note}, although each has a single 1; if they are classes, save y.argmax(1)"
     if kind == "multilabel":
         return f"{note}; {CHANGE} value"
     if outputs > 1 and all(_first_not_binary(y) is None for y in arrays.values()):
@@ -218,6 +220,11 @@ def constant_values_notes(rows: Rows, names: Sequence[str], part: str) -> list[s
         if constant_names
         else []
     )
+
+
+def _is_one_hot(y: Array) -> bool:
+    """Return whether each row is 0 except for a single 1."""
+    return _first_not_binary(y) is None and bool((y.sum(axis=1) == 1).all())
 
 
 def _first_not_binary(y: Array) -> tuple[Any, ...] | None:

@@ -29,6 +29,7 @@ from onescan.experiments.data.base import (
     Example,
     LoadedBatch,
     Splits,
+    class_range,
     held_out_note,
     listed,
     random_split,
@@ -429,7 +430,7 @@ class ArrayDatasetConfig(DataConfig):
         if lowest > 0 and not names:
             raise ValueError(
                 f"{where} the lowest label is {lowest}, but labels count from 0: save y - {lowest} "
-                "instead of y, or name all classes with data.class_names"
+                "instead of y, or name all classes, from class 0 on, with --data.class-names"
             )
         count = len(names) or int(next(iter(labels.values())).max()) + 1
         if count < MIN_CLASSES:
@@ -437,7 +438,8 @@ class ArrayDatasetConfig(DataConfig):
         for name, y in labels.items():
             if (high := y >= count).any():
                 row = int(high.argmax())
-                raise ValueError(f"{where} {name}[{row}] is {y[row]}, expected 0 to {count - 1}")
+                expected = class_range(count, has_names=bool(names))
+                raise ValueError(f"{where} {name}[{row}] is {y[row]}, expected {expected}")
         indices = [torch.from_numpy(np.array(y, dtype=np.int64)) for y in labels.values()]
         return names or tuple(str(number) for number in range(count)), indices
 
@@ -620,7 +622,8 @@ class ArrayDataset(ImageSet):
         if tensor.is_floating_point() and not tensor.isfinite().all():
             row = int(indices[tensor.flatten(1).isfinite().all(dim=1).int().argmin()])
             raise NotFiniteError(
-                f"example {row} of {self.name} has values that are not finite (NaN or infinite)"
+                f"example {row} of {self.name} has values that are not finite (NaN or infinite): "
+                "replace them, or remove the example"
             )
         return tensor.contiguous(), *keep
 

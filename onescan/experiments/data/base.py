@@ -25,6 +25,7 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{0,15})?")  # exact enough to comp
 
 OnError = Literal["raise", "skip"]
 """What to do with an example that cannot be read."""
+SKIP_ROWS = "on_error='skip' skips such rows"  # end of errors; the command line names the flag
 
 
 def check_data_state(state: DataState, first: DataState) -> None:
@@ -86,6 +87,16 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     """
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def class_range(count: int, *, has_names: bool) -> str:
+    """Describe the valid class indices, and the names that limit them.
+
+    >>> class_range(3, has_names=True)
+    '0 to 2, because data.class_names has 3 names, from that of class 0 on'
+    """
+    reason = f", because data.class_names has {count} names, from that of class 0 on"
+    return f"0 to {count - 1}{reason if has_names else ''}"
 
 
 def held_out_note(held_out: int, count: int) -> str:

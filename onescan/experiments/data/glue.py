@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 from onescan.checks import HUB_NAME, check_choice
-from onescan.experiments.data.base import DataConfig, OnError
+from onescan.experiments.data.base import SKIP_ROWS, DataConfig, OnError
 from onescan.experiments.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
 from onescan.experiments.data.sources import first_line, import_datasets, quiet, report_unreadable
 from onescan.experiments.data.text.lines import decode, open_text
@@ -201,8 +201,10 @@ def _read_table(
                 )
             except ValueError as error:
                 failures.append(f"{path}, line {number}: {error}")
-                if on_error == "raise" or (number == 1 and not problem.columns):
+                if number == 1 and not problem.columns:
                     raise ValueError(failures[-1]) from error
+                if on_error == "raise":
+                    raise ValueError(f"{failures[-1]} ({SKIP_ROWS})") from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
     report_unreadable(str(path), failures)

@@ -504,7 +504,7 @@ def describe_images(data: ImageDataset) -> list[str]:
             ratio = (right - left) * format.height / ((lower - upper) * format.width)
             stretched = max(stretched, ratio, 1 / ratio)
             conversions["are turned upright by their EXIF orientation"] += not header.is_upright
-            conversions["have transparency, which becomes black"] += header.has_alpha
+            conversions["can be transparent; transparent parts become black"] += header.has_alpha
             conversions["have 16 bits per channel, which are rounded to 8"] += header.has_16_bits
             conversions["have several frames or pages, of which the first is read"] += (
                 header.has_frames

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
+from onescan.checkpoint.hub import without_retries
 from onescan.checks import HUB_NAME
 from onescan.experiments.data.base import HELD_OUT, SPLITS, listed
 from onescan.inputs.image_files import is_image_name
@@ -31,6 +29,7 @@ UNLABELED = "image"  # name of the only class
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 log = logging.getLogger("onescan")
+_warn_once = cache(log.warning)  # data are opened twice, to infer settings and to train
 
 
 def import_datasets(extra: str = "vision") -> ModuleType:
@@ -61,26 +60,6 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-@contextmanager
-def without_retries() -> Iterator[None]:
-    """Use only the hub's cache if its name cannot be resolved, instead of trying for 30 seconds."""
-    from huggingface_hub import constants
-
-    libraries: tuple[Any, ...] = (constants, import_datasets().config)
-    before = [library.HF_HUB_OFFLINE for library in libraries]
-    try:
-        if not getproxies():
-            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        for library in libraries:
-            library.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for library, value in zip(libraries, before, strict=True):
-            library.HF_HUB_OFFLINE = value
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -88,12 +67,12 @@ def first_line(error: BaseException) -> str:
 
 
 def report_unreadable(source: str, failures: Sequence[str]) -> None:
-    """Log the first messages on the unreadable rows of a dataset, and their number."""
+    """Log the first messages on the unreadable rows of a dataset, and their number, once each."""
     for failure in failures[:MAX_LOGGED]:
-        log.warning("%s", failure)
+        _warn_once("%s", failure)
     if failures:
         rows, verb = plural(len(failures), "row"), "is" if len(failures) == 1 else "are"
-        log.warning("%s: %s could not be read and %s left out", source, rows, verb)
+        _warn_once("%s: %s could not be read and %s left out", source, rows, verb)
 
 
 def read_groups(
@@ -594,7 +573,7 @@ def find_source(path: str, name: str | None) -> DatasetSource:
 def _find_on_hub(path: str, name: str | None) -> DatasetSource:
     datasets = import_datasets()
     try:
-        with quiet(), without_retries():
+        with quiet(), without_retries(datasets.config):
             splits = datasets.get_dataset_split_names(path, name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from onescan.checks import check_choice
 from onescan.experiments.data.base import (
     HELD_OUT,
+    SKIP_ROWS,
     SPLITS,
     DataConfig,
     OnError,
@@ -24,7 +25,7 @@ from onescan.experiments.data.glue import GlueRow, GlueSet, truncation_notes
 from onescan.experiments.data.sequences import SequenceSplits
 from onescan.experiments.data.sources import parquet_splits, report_unreadable, walk
 from onescan.experiments.data.text.files import READERS, is_table, read_rows
-from onescan.experiments.data.text.lines import Row, file_type, is_unicode
+from onescan.experiments.data.text.lines import HEADER, Row, file_type, is_unicode
 from onescan.experiments.data.text.source import left_out_note
 from onescan.inputs.pairs import PairEncoder, PairFormat
 from onescan.inputs.tokenizer import BYTES, TextFormat, load_tokenizer
@@ -99,12 +100,16 @@ class Labels:
                 yield f"labels read as the class {name!r}: {listed}"
 
 
+class _MissingColumnError(ValueError):
+    """A row without a column, which other rows are likely to lack, too."""
+
+
 def _cell(row: Row, column: str, field: str) -> Any:
     if column not in row.cells:
         names = ", ".join(map(str, row.cells)) or "none"
-        raise ValueError(
+        raise _MissingColumnError(
             f"{field} is {column!r}, but {row.place}, has no such column; available: {names} "
-            f"({field} selects one)"
+            f"({field} selects one); {HEADER}"
         )
     return row.cells[column]
 
@@ -237,7 +242,9 @@ class TextTableConfig(DataConfig):
                         label = labels.read(row, self.label_column)
                     except ValueError as error:
                         if self.on_error == "raise":
-                            raise
+                            if isinstance(error, _MissingColumnError):
+                                raise
+                            raise ValueError(f"{error} ({SKIP_ROWS})") from error
                         failures.append(str(error))
                         continue
                     parts.setdefault(part, []).append(LabelledText(text, label, row.place))
@@ -281,7 +288,7 @@ class TextTableConfig(DataConfig):
                 continue
             problem = f"{example.place}: the label {example.label!r} is not in the training part"
             if self.on_error == "raise":
-                raise ValueError(problem)
+                raise ValueError(f"{problem} ({SKIP_ROWS})")
             failures.append(problem)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from onescan.inputs.pairs import PairFormat
 from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
 from onescan.integrations.weights import convert_back, convert_model, read
 from onescan.integrations.weights.source import find
+from onescan.messages import named_type
 from onescan.models.denoiser import Denoiser
 from onescan.models.image_classifier import ImageClassifier
 
@@ -78,6 +80,11 @@ def convert(
         ImportError: If transformers or diffusers is required and not installed.
     """
     check_choice("to", to, get_args(Library))
+    if not isinstance(source, str | Path | nn.Module):
+        raise ValueError(
+            f"source is {named_type(source)}, expected a name or a model, such as "
+            "onescan.load(...).model"
+        )
     if out is not None and Path(out).exists() and not _is_empty(Path(out)):
         raise ValueError(f"out is {str(out)!r}, which exists, expected a new folder")
     if to != "onescan" and num_heads is not None:
@@ -169,6 +176,9 @@ def _wrapped(native: "_Native", library: str) -> tuple[nn.Module, Write]:
 
 def _save(model: Any, out: Path) -> None:
     """Save a model of transformers or diffusers, without transformers' progress bar."""
+    if "transformers" not in sys.modules:  # which diffusers does not need
+        model.save_pretrained(out)
+        return
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()

@@ -28,6 +28,7 @@ from onescan.experiments.training.runs import run_config
 from onescan.inference.loading import load
 from onescan.inputs import ImageFormat
 from onescan.inputs.latents import LatentFormat, load_vae
+from onescan.messages import with_article
 from onescan.models.denoiser import STEPS, Denoiser, SamplerConfig, SamplerName
 from onescan.progress import progress_bar
 
@@ -77,9 +78,8 @@ def default_sampler(path: str | Path) -> SamplerConfig:
     if run is None:
         return SamplerConfig()
     if not isinstance(run.task, ImageGenerationConfig):
-        raise ValueError(
-            f"'{path}' is a run of {type(run.task).__name__}, which does not generate images"
-        )
+        kind = with_article(type(run.model).__name__.removesuffix("Config"))
+        raise ValueError(f"'{path}' is a run of {kind}, which does not generate images")
     return run.task.sampler
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from onescan.checks import check_choice
 from onescan.configs import from_dict, to_dict
 from onescan.inputs.images import check_constants
-from onescan.integrations import REMOTE_MODULE, write_remote_module
+from onescan.integrations import REMOTE_MODULE, check_not_native, write_remote_module
 from onescan.integrations.card import write_model_card
 from onescan.integrations.diffusers.sampling import (
     Callback,
@@ -31,7 +31,7 @@ from onescan.integrations.diffusers.sampling import (
     sample,
 )
 from onescan.layers.block import Block
-from onescan.messages import hint, named_type
+from onescan.messages import expected_model, hint
 from onescan.models.denoiser import (
     Denoiser,
     DenoiserConfig,
@@ -74,9 +74,10 @@ class _SavedWithModule(ConfigMixin):
         return json.dumps(saved, indent=2, sort_keys=True) + "\n"
 
     @classmethod
-    def load_config(cls, *args: Any, **options: Any) -> Any:
+    def load_config(cls, pretrained_model_name_or_path: Any, *rest: Any, **options: Any) -> Any:
         """Read a saved config."""
-        loaded = super().load_config(*args, **options)
+        check_not_native(pretrained_model_name_or_path, "diffusers")
+        loaded = super().load_config(pretrained_model_name_or_path, *rest, **options)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in cls.saved_fields:
             config.pop(name, None)
@@ -484,7 +485,7 @@ def to_diffusers(
         ValueError: If the model is not a denoiser, or arguments do not match each other.
     """
     if not isinstance(model, Denoiser):
-        raise ValueError(f"model is {named_type(model)}, expected a Denoiser")
+        raise expected_model(model, "a Denoiser")
     noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
     if vae is not None and (axes := len(model.config.image_size)) != IMAGE_AXES:
         raise ValueError(f"vae is given, but the model has {axes} axes, expected {IMAGE_AXES}")

@@ -5,8 +5,14 @@ Importing this package registers the Auto classes.
 
 from typing import Any
 
-import transformers
-from transformers.models.auto import modeling_auto
+try:
+    import transformers
+    from transformers.models.auto import modeling_auto
+except ModuleNotFoundError as error:
+    from onescan.messages import missing_package
+
+    what = "onescan.integrations.transformers"
+    raise missing_package(what, "transformers", "text") from error
 
 if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
     raise ImportError(

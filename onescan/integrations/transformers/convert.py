@@ -21,7 +21,7 @@ from onescan.integrations.transformers.modeling import (
     mark_initialized,
 )
 from onescan.integrations.transformers.segmentation import OnescanForSemanticSegmentation
-from onescan.messages import named_type
+from onescan.messages import expected_model, named_type
 from onescan.models.causal_lm import CausalLM
 from onescan.models.dense_predictor import DensePredictor
 from onescan.models.image_classifier import ImageClassifier
@@ -67,7 +67,7 @@ def to_transformers(
     """
     if type(model) not in CONVERTED:
         known = ", ".join(kind.__name__ for kind in CONVERTED)
-        raise ValueError(f"model is {named_type(model)}, expected one of {known}")
+        raise expected_model(model, f"one of {known}")
     kind: Any = CONVERTED[type(model)]
     native: Any = model.config
     processor = None

@@ -21,6 +21,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from onescan.checks import can_look_at_values, check_shapes
 from onescan.configs import ModelConfig
+from onescan.integrations import check_not_native
 from onescan.integrations.card import write_model_card
 from onescan.integrations.transformers.cache import Inputs, StateCache
 from onescan.integrations.transformers.configuration import OnescanTextConfig
@@ -100,6 +101,16 @@ class OnescanModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing, because the auto_map is complete without copying source code."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *rest: Any, **options: Any) -> Any:
+        """Load a saved model, as in transformers.
+
+        Raises:
+            ValueError: If the folder is a run, or another native model.
+        """
+        check_not_native(pretrained_model_name_or_path, "transformers")
+        return super().from_pretrained(pretrained_model_name_or_path, *rest, **options)
 
     def build_native(self) -> Any:
         """Build the native model that the config describes, with new weights."""

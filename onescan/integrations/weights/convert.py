@@ -15,7 +15,7 @@ from onescan.integrations.weights.maps import Target
 from onescan.integrations.weights.source import Foreign, Source, renamed
 from onescan.integrations.weights.text import TEXT_SOURCES, TEXT_TARGETS
 from onescan.integrations.weights.vision import VISION_SOURCES, VISION_TARGET
-from onescan.messages import named_type
+from onescan.messages import missing_package, named_type
 
 # LION comes first, because its tensors are named as those of DeiT and BERT
 SOURCES: tuple[Source, ...] = (
@@ -95,7 +95,11 @@ def convert_back(model: nn.Module, library: str, **fields: Any) -> Any:
             f"the model is {named_type(model)}, which cannot be converted to {library}; expected "
             f"one of {supported}"
         )
-    kind = getattr(import_module(library), target.model(config))
+    try:
+        kind = getattr(import_module(library), target.model(config))
+    except ModuleNotFoundError as error:
+        extra = "text" if library == "transformers" else "generation"
+        raise missing_package(f"converting to {library}", library, extra) from error
     settings = target.fields(config) | fields
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         other = kind(**settings) if library == "diffusers" else kind(kind.config_class(**settings))

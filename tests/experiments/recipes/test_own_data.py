@@ -262,7 +262,7 @@ def test_a_run_whose_data_have_changed_says_so(shapes, tmp_path, capsys):
     Image.new("RGB", (64, 48), "white").save(tmp_path / "data" / "circle" / "new.png")
     assert onescan(*command, *small) == 2
     error = capsys.readouterr().err
-    assert re.search(r"this command infers .*data\.mean, .*, so the data have changed", error)
+    assert re.search(r"infers .*data\.mean, .*, so the options or the data have ch", error)
     assert onescan(*command, *small, "--data.mean", 0.5, 0.5, 0.5, "--data.std", 1, 1, 1) == 2
     assert "data.mean, " not in capsys.readouterr().err
 

@@ -138,7 +138,7 @@ def test_missing_columns_name_their_flags(tmp_path, capsys):
         (("tokenizer", path, "--out", tmp_path / "words"), "--text-column"),
     ]:
         assert onescan(*argv) == 2
-        assert f"body, stars ({flag} selects one)\n" in capsys.readouterr().err
+        assert f"body, stars ({flag} selects one); the first line" in capsys.readouterr().err
 
 
 def test_named_parts(tmp_path):
@@ -178,8 +178,10 @@ def test_bad_rows_are_named_or_skipped(tmp_path, caplog, line, message):
     with pytest.raises(ValueError, match=f"a.csv, {message}"):
         build(tmp_path / "a.csv")
     with caplog.at_level(logging.WARNING):
+        build(tmp_path / "a.csv", on_error="skip")
         data = build(tmp_path / "a.csv", on_error="skip")
     assert len(data.train) + len(data.test) == 20
+    assert len(caplog.messages) == 2
     assert "line 4" in caplog.text
     assert "1 row could not be read" in caplog.text
 
@@ -201,6 +203,13 @@ def test_bad_json_lines_are_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text("\n".join([*map(json.dumps, rows(20)), line]))
     with pytest.raises(ValueError, match=f"a.jsonl.*{message}"):
         build(tmp_path / "a.jsonl")
+
+
+def test_errors_of_rows_say_how_to_skip_them(tmp_path, capsys):
+    path = write_csv(tmp_path / "a.csv", [*rows(8), {"text": "", "label": "food"}])
+    assert onescan("train", "text_classifier", "--data.path", path) == 2
+    message = "a.csv, line 10: the text is empty (--data.on-error skip skips such rows)\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_missing_and_useless_data(tmp_path):
@@ -538,11 +547,12 @@ def test_column_of_texts_is_selected_and_few_messages_are_printed(run, tmp_path,
 
 @pytest.mark.slow
 def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("the rain")
+    (tmp_path / "notes.md").write_text("the rain")
     write_csv(tmp_path / "other.csv", [{"body": "the rain"}])
     for argument, message in [
         (tmp_path / "missing.csv", "there is no file"),
-        (tmp_path / "notes.txt", "is not a table"),
+        (tmp_path / "missing.txt", "there is no file"),
+        (tmp_path / "notes.md", "notes.md is not a file of texts, expected a name ending in .txt"),
         (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
         (" ", "inputs has an empty text"),
         (tmp_path, "is a folder, expected a text or a file"),

@@ -163,7 +163,7 @@ def test_signals_and_volumes_have_maps(tmp_path):
         (VALUES, {"ignore_index": 2}, "as integers; it holds float64"),
         (CLASSES.astype(float), {"target": "class_map"}, r"expected integers .* y\.astype\(int\)"),
         (CLASSES[:, 0, 0], {"ignore_index": 2}, "data.ignore_index is 2, expected None"),
-        (CLASSES, {"class_names": ("a", "b")}, "where y has class 2, expected 0 to 1"),
+        (CLASSES, {"class_names": ("a", "b")}, "where y has class 2, expected 0 to 1, because"),
         (VALUES, {"class_names": ("a",)}, r"has 1 name \(a\), but y has 2 values"),
         (VALUES, {"class_names": ("a", "a")}, "contains 'a' more than once"),
         (with_unknown(VALUES, np.s_[:]), {}, "y holds only NaN"),

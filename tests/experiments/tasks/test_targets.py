@@ -49,6 +49,7 @@ X = RNG.normal(size=(COUNT, SAMPLES)).astype(np.float32)
 # a mean and a Unix time, which float32 would round to minutes
 VALUES = np.stack([X.mean(1), 1_700_000_000 + 60 * X[:, 0].astype(np.float64)], 1)
 LABELS = np.stack([X[:, 0] > 0, X[:, 1] > 1, X.mean(1) > 0], 1)
+ONE_HOT = np.eye(3)[np.arange(COUNT) % 3]
 MODEL = ImageClassifierConfig(
     image_size=(SAMPLES,),
     channels=1,
@@ -108,6 +109,8 @@ def onescan(*argv):
         (VALUES[:, :1], "value", ("value",), "1 real value per example$"),
         (VALUES[:, 0].astype(np.float16), "value", ("value",), "1 real value per example$"),
         (LABELS.astype(float), "value", ("value_0", "value_1", "value_2"), "target multilabel"),
+        (ONE_HOT, "value", ("value_0", "value_1", "value_2"), r"a single 1; .* y\.argmax\(1\)$"),
+        (ONE_HOT > 0, "multilabel", ("label_0", "label_1", "label_2"), r"save y\.argmax\(1\)$"),
         (np.arange(COUNT) % 3.0, "value", ("value",), r"whole numbers; .* y\.astype\(int\)"),
     ],
 )

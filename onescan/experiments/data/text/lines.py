@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from onescan.experiments.data.order import Mark
 from onescan.experiments.data.sources import first_line
 
+HEADER = "the first line of .csv and .tsv files must name the columns"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINE_END = re.compile(rb"\r\n|\r|\n")
 HEAD = 4096  # bytes of a file that show what it is

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from onescan.checkpoint.hub import without_retries
 from onescan.experiments.data.base import HELD_OUT, SPLITS
 from onescan.experiments.data.order import Mark
 from onescan.experiments.data.sources import (
@@ -28,7 +29,6 @@ from onescan.experiments.data.sources import (
     quiet,
     read_groups,
     walk,
-    without_retries,
 )
 from onescan.experiments.data.text.files import READERS, SampleBy, read_file
 from onescan.experiments.data.text.lines import Document, Documents, Row, file_type, missing_column
@@ -235,7 +235,7 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
         if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
         problem = "is not on disk, nor on the Hugging Face hub"
-        with _loading(path, field, problem) as datasets, without_retries():
+        with _loading(path, field, problem) as datasets, without_retries(datasets.config):
             names = datasets.get_dataset_split_names(path, query.name)
         splits = {split: partial(_open_hub, path, split, query, field) for split in names}
         return TextSource(path=path, field=field, splits=splits)

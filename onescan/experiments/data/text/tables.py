@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from onescan.experiments.data.order import Mark
 from onescan.experiments.data.text.lines import (
+    HEADER,
     Lines,
     Row,
     Rows,
@@ -91,7 +92,7 @@ def _read_header(path: Path, lines: Lines, separator: str, column: str | None) -
         if name and header.count(name) > 1:
             raise ValueError(f"{place}: there are {header.count(name)} columns {name!r}")
     if column is not None and column not in header:
-        raise ValueError(f"{place}: {missing_column(column, header)}")
+        raise ValueError(f"{place}: {missing_column(column, header)}; {HEADER}")
     return header
 
 
