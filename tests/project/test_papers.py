@@ -27,9 +27,11 @@ PAGE = (DOCS / "papers.md").read_text()
 TEXT = re.sub(r"^```.*?^```\n", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # without blocks of code
 HEADER = ("Here", "State", "Deviation")  # after "In the paper" or "In the summary"
 STATES = ("unit-tested", "not run", "not implemented")
-MEASURED = re.compile(r"\[measured\]\((results|performance)\.md#[\w-]+\)")
+MEASURED = re.compile(r"\[measured\]\((results|performance|study)\.md#[\w-]+\)")
 # A row is trained if our results say so, or if a test trains it.
-TRAINED = re.compile(r"\[trained\]\(results\.md#[\w-]+\)|trained in `(?P<test>tests/[\w/]+\.py)`")
+TRAINED = re.compile(
+    r"\[trained\]\((?:results|study)\.md#[\w-]+\)|trained in `(?P<test>tests/[\w/]+\.py)`"
+)
 TRAINS = re.compile(r"\btrain\(|optimizer\.step\(\)")
 ONLY_PUBLISHED = "published figure only"
 

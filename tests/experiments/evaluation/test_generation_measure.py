@@ -408,7 +408,7 @@ def test_an_npz_file_in_a_runs_folder_is_not_the_run(classifier, denoiser):
 
 def test_paths_without_images_are_rejected(tmp_path, classifier, denoiser):
     config = samples_config(classifier)
-    with pytest.raises(ValueError, match="ImageClassificationConfig"):
+    with pytest.raises(ValueError, match="is a run of an ImageClassifier, which"):
         measure(classifier, config, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no such"):
         measure(tmp_path / "no such", config, tmp_path / "out")
