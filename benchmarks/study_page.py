@@ -51,8 +51,7 @@ Finished runs: {count} of {total}, not counting third seeds that may be added la
 runs took {hours:.1f} CPU hours, each on one CPU thread ({machines}).
 """
 
-MISSING = """\
-These runs of the queue have no result yet. The number of runs is in parentheses:"""
+MISSING = "These runs have no result yet. The number of runs is in parentheses:"
 
 
 def write_page(results: Results, docs: Path) -> None:

@@ -224,6 +224,10 @@ def holds_nan(*tensors: Tensor) -> bool:
     return readable and any(math.isnan(x.detach().sum().item()) for x in tensors)
 
 
+class NotFiniteError(ValueError):
+    """A value is NaN or infinite."""
+
+
 def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
     """Raise an error that names the argument with NaN or infinity, if a result contains NaN.
 
@@ -231,7 +235,7 @@ def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
     if `can_look_at_values` returns False.
 
     Raises:
-        ValueError: If a result contains NaN, and an argument contains NaN or infinity.
+        NotFiniteError: If a result contains NaN, and an argument contains NaN or infinity.
     """
     if not holds_nan(*results):
         return
@@ -239,7 +243,7 @@ def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
         for name, tensor in arguments.items():
             count = 0 if tensor is None else int(holds(tensor.detach()).sum())
             if tensor is not None and count:
-                raise ValueError(f"{name} holds {count} {what} of {tensor.numel()} values")
+                raise NotFiniteError(f"{name} holds {count} {what} of {tensor.numel()} values")
 
 
 def check_log_decay(log_decay: Tensor) -> None:

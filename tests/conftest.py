@@ -136,6 +136,12 @@ def offline(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def _unchecked(monkeypatch):
+    """Calls without the type checks, as users make them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.fixture(autouse=True)
 def _seed(request):
     """Let random numbers, also those of a module's RNG, depend on the test alone."""

@@ -410,8 +410,8 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # chosen for softmax attention at construction
         is_of_transformers = type(part).__module__.startswith("transformers.")
-        is_changed = any(hasattr(module, ARGUMENTS) for module in part.modules())
-        if is_of_transformers and hasattr(part, "save_pretrained") and is_changed:
+        is_saved = is_of_transformers and hasattr(part, "save_pretrained")
+        if is_saved and any(hasattr(module, ARGUMENTS) for module in part.modules()):
             vars(part)["save_pretrained"] = partial(_save_pretrained, part)
 
 

@@ -6,7 +6,6 @@ import re
 import struct
 import zlib
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -451,14 +450,6 @@ def test_pil_images_are_resized_for_the_model(tmp_path):
     image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     image.save(tmp_path / "a.png")
     assert torch.equal(COLOUR.model_input(image), read_image(tmp_path / "a.png", COLOUR))
-
-
-@pytest.fixture
-def _unchecked():
-    """Calls without the type checks, as users make them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("_unchecked")

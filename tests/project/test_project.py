@@ -54,14 +54,6 @@ def test_extras_hold_what_they_promise():
     assert not {extra: lacks for extra in EXTRAS if (lacks := EXTRAS[extra] - held[extra])}
 
 
-@pytest.fixture
-def _unchecked():
-    """Calls without the shape checks, as users make them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.usefixtures("_unchecked")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx uses it itself
 @pytest.mark.parametrize(

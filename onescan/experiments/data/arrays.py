@@ -16,6 +16,7 @@ from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onescan.checks import NotFiniteError
 from onescan.experiments.data.array_maps import Maps, map_note, read_maps
 from onescan.experiments.data.array_targets import (
     fit_target,
@@ -490,10 +491,6 @@ def _sides(shape: tuple[int, ...], axes: int, *, channels_first: bool) -> tuple[
     if len(shape) == axes:
         return shape
     return shape[1:] if channels_first else shape[:-1]
-
-
-class NotFiniteError(ValueError):
-    """An example with values that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)

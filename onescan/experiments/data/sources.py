@@ -29,7 +29,6 @@ UNLABELED = "image"  # name of the only class
 GROUP = 64  # rows fetched at once; the datasets library is much slower one by one
 
 log = logging.getLogger("onescan")
-_warn_once = cache(log.warning)  # data are opened twice, to infer settings and to train
 
 
 def import_datasets(extra: str = "vision") -> ModuleType:
@@ -69,10 +68,10 @@ def first_line(error: BaseException) -> str:
 def report_unreadable(source: str, failures: Sequence[str]) -> None:
     """Log the first messages on the unreadable rows of a dataset, and their number, once each."""
     for failure in failures[:MAX_LOGGED]:
-        _warn_once("%s", failure)
+        _warn(failure)
     if failures:
         rows, verb = plural(len(failures), "row"), "is" if len(failures) == 1 else "are"
-        _warn_once("%s: %s could not be read and %s left out", source, rows, verb)
+        _warn(f"{source}: {rows} could not be read and {verb} left out")
 
 
 def read_groups(

@@ -43,8 +43,7 @@ from onescan.experiments.tasks.base import fitting_batch_size
 from onescan.experiments.tasks.dense import DenseTaskConfig
 from onescan.experiments.tasks.grid import NOUNS, UNITS
 from onescan.experiments.training import RunConfig
-from onescan.experiments.training.runs import run_config
-from onescan.inference.loading import load_pretrained_model
+from onescan.experiments.training.runs import model_config
 from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.arrays import IMAGE_AXES
 from onescan.inputs.image_files import Pixels, is_image_name, read_header
@@ -237,8 +236,7 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
 
 def _sizes_in(init_from: str) -> dict[str, Any]:
     """Return the sizes of a trained model that another model with its weights must have."""
-    source = run_config(init_from)
-    model: Any = load_pretrained_model(init_from).model.config if source is None else source.model
+    model = model_config(init_from)
     sizes = {name: getattr(model, name, None) for name in ("width", "depth", "patch_size")}
     sizes["mixer.num_heads"] = getattr(getattr(model, "mixer", None), "num_heads", None)
     return {f"model.{name}": size for name, size in sizes.items() if size is not None}

@@ -17,8 +17,7 @@ from onescan.experiments.tasks import ImageClassificationConfig, LanguageModelli
 from onescan.experiments.tasks.base import fitting_batch_size
 from onescan.experiments.training import RunConfig, TrainingConfig, TransferConfig
 from onescan.experiments.training.convert import NO_DATA
-from onescan.experiments.training.runs import run_config
-from onescan.inference.loading import load_pretrained_model
+from onescan.experiments.training.runs import model_config, run_config
 from onescan.layers.position import TokenPositionConfig
 from onescan.messages import named_type
 from onescan.models.image_classifier import ImageClassifierConfig
@@ -110,8 +109,7 @@ def from_teacher(run: RunConfig, given: Mapping[str, str]) -> RunConfig:
             "init_from is missing, expected a trained model with softmax attention: "
             f"onescan train {run.name} --init-from PATH"
         )
-    source = run_config(name)
-    model: Any = load_pretrained_model(name).model.config if source is None else source.model
+    source, model = run_config(name), model_config(name)
     if not isinstance(model, type(run.model)):
         raise ValueError(
             f"init_from is {name!r}, which contains the weights of {named_type(model)}, expected "

@@ -17,7 +17,6 @@ which does the same for onescan's own models.
 import copy
 import itertools
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 
-from onescan.checks import check_positive, check_whole
+from onescan.checks import NotFiniteError, check_positive, check_whole
 from onescan.experiments.training import optim
 from onescan.experiments.training.config import TrainingConfig
 from onescan.messages import named_type
@@ -43,7 +42,6 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Report = Callable[[str, int, float], None]
 
 BETAS, WARM_UP = (0.9, 0.999), 0.1  # fraction of each phase
-NOT_FINITE = re.compile(r" holds \d+ (NaN|[+-]inf) of ")  # in errors of ops
 FAR_ABOVE = 10  # a transfer loss that ends this much above its start, and above 1, has diverged
 
 
@@ -101,8 +99,8 @@ class _Phase:
         """After the first step, report arguments of an op that are not finite as divergence."""
         try:
             yield
-        except ValueError as error:
-            if step == 0 or not NOT_FINITE.search(str(error)):
+        except NotFiniteError as error:
+            if step == 0:
                 raise
             raise self.divergence(step + 1, str(error)) from error
 

@@ -9,7 +9,7 @@ from onescan.checkpoint.run_folder import holds_only_model, locate, read_config
 from onescan.experiments.tasks import Task
 from onescan.experiments.training.config import RunConfig
 from onescan.experiments.training.folder import check_same_data, read_manifest
-from onescan.inference.loading import Checkpoint, is_run
+from onescan.inference.loading import Checkpoint, is_run, load_pretrained_model
 
 
 def run_config(checkpoint: str | Path) -> RunConfig | None:
@@ -28,6 +28,16 @@ def run_config(checkpoint: str | Path) -> RunConfig | None:
     if not is_run(path) or holds_only_model(read_config(folder)):
         return None
     return read_manifest(folder).run
+
+
+def model_config(name: str) -> Any:
+    """Return the config of a trained model: a run, or another model that a run can start from.
+
+    Args:
+        name: See `load_pretrained_model`.
+    """
+    run = run_config(name)
+    return load_pretrained_model(name).model.config if run is None else run.model
 
 
 def build_task(checkpoint: Checkpoint, split: str | None = None) -> Task:

@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 
@@ -36,14 +35,6 @@ def file(tmp_path, monkeypatch):
     )
     yield path
     sys.modules.pop("my_own_mixer", None)
-
-
-@pytest.fixture
-def _unchecked():
-    """Sizes are symbols while a program is traced."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import logging
 import random
 import re
 
-import jaxtyping
 import pytest
 import torch
 from pages import python_block
@@ -491,14 +490,6 @@ def test_new_texts_are_evaluated_as_documented(run, tmp_path, monkeypatch, capsy
     capsys.readouterr()
     exec(python_block("own_data.md", "predictions.csv"), {})  # noqa: S102
     assert re.fullmatch(r"accuracy 7[0-5]\.\d%\n", capsys.readouterr().out)
-
-
-@pytest.fixture
-def _unchecked():
-    """Calls without the type checks, as users make them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("_unchecked")
