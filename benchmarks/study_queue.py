@@ -395,7 +395,7 @@ def _text() -> Suite:
         ),
         metric="loss",
         learning_rates=(1.5e-3, 3e-3, 6e-3),
-        sweep={"training.steps": 400, "data.path": SHAKESPEARE_TRAIN},
+        sweep={"data.path": SHAKESPEARE_TRAIN},
         variants={
             name: Variant(title=title, family=family, run=run)
             for name, (title, family, run) in runs.items()
