@@ -22,10 +22,10 @@ INTRODUCTION = """\
 Do the papers' claims hold for small models trained on a CPU? Each claim compares two models that
 are trained on the same data, with the same batch size and the same number of steps. Their
 parameter counts differ by at most {tolerance:.0%}. Each family of models uses the best of three
-or more learning rates, chosen by short runs that have a separate seed and are evaluated on
-held-out training data. As long as the best rate is the lowest or the highest, another rate is
-tried beyond it, at most twice. The rate is chosen for the full model, and its ablations use the
-same rate. In addition, some models are compared at equal training time.
+or more learning rates, chosen by runs that have a separate seed and are evaluated on held-out
+training data. As long as the best rate is the lowest or the highest, another rate is tried beyond
+it, at most twice. The rate is chosen for the full model, and its ablations use the same rate. In
+addition, some models are compared at equal training time.
 
 Results are given as mean ± standard deviation over seeds, and differences as mean ± standard error,
 in percentage points of accuracy or in nats per byte. Differences are paired by seed, and positive
