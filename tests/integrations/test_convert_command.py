@@ -106,7 +106,7 @@ def test_onnx_is_written_in_python(capsys):
     for flags in (["--to", "onnx"], ["--to=onnx"]):
         assert main(["convert", "zoo/digits_lightnet", *flags, "--out", "a"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("onescan: error: --to is 'onnx', which")
+        assert error.startswith("onescan: error: --to is 'onnx', expected")
         assert "export_onnx of onescan.integrations.export writes ONNX files" in error
 
 

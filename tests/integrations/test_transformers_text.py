@@ -637,7 +637,7 @@ def test_a_config_may_be_given_as_onescans_own():
 
 
 def test_bad_input_is_refused(lightnet):
-    with pytest.raises(ValueError, match="tokens hold the ids 0 to 13, expected 0 to 12"):
+    with pytest.raises(ValueError, match="tokens contains ids from 0 to 13, expected 0 to 12"):
         lightnet(torch.tensor([[0, 13]]))
     with pytest.raises(ValueError, match="T is 0"):
         lightnet(torch.zeros(1, 0, dtype=torch.long))

@@ -347,7 +347,7 @@ def test_segments_are_told_apart_where_there_are_some():
     segments = (torch.arange(TOKENS) > 3).long()[None]
     assert torch.equal(model(tokens), model(tokens, segments=torch.zeros_like(segments)))
     assert (model(tokens, segments=segments) != model(tokens)).any()
-    with pytest.raises(ValueError, match="segments hold the ids 0 to 2, expected 0 to 1"):
+    with pytest.raises(ValueError, match="segments contains ids from 0 to 2, expected 0 to 1"):
         model(tokens, segments=2 * segments)
     with pytest.raises(ValueError, match="segments were given, but the model has none"):
         masked(BOTH["lion"])(tokens, segments=segments)
@@ -403,7 +403,7 @@ def test_dropout_is_for_training():
 ERRORS = [
     ({"tokens": ids(5)}, r"tokens has shape \(5,\)"),
     ({"tokens": ids(2, 0)}, "T is 0"),
-    ({"tokens": ids(2, 5) + VOCABULARY}, f"tokens hold the ids .*, expected 0 to {VOCABULARY - 1}"),
+    ({"tokens": ids(2, 5) + VOCABULARY}, f"tokens contains ids .*, expected 0 to {VOCABULARY - 1}"),
     ({"tokens": ids(2, 5).float()}, "tokens has dtype torch.float32"),
     ({"tokens": None}, "tokens is a NoneType"),
     ({"tokens": [1, 2]}, "tokens is a list"),

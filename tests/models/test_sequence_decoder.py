@@ -209,8 +209,8 @@ TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
     [
         ({"tokens": TOKENS[0]}, r"tokens has shape \(3,\)"),
         ({"tokens": TOKENS[:, :0]}, "T is 0"),
-        ({"tokens": TOKENS + VOCABULARY}, "tokens hold the ids 8 to 8, expected 0 to 7"),
-        ({"tokens": TOKENS - 1}, "tokens hold the ids -1 to -1, expected 0 to 7"),
+        ({"tokens": TOKENS + VOCABULARY}, "tokens contains ids from 8 to 8, expected 0 to 7"),
+        ({"tokens": TOKENS - 1}, "tokens contains ids from -1 to -1, expected 0 to 7"),
         ({"tokens": None}, "tokens is a NoneType"),
         ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32"),
         ({"memory": None}, "neither of memory and state were given"),

@@ -568,7 +568,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"causal": "no"}, "causal is 'no'"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
-        ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
+        ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN values out of 48"),
         ({"angles": RotaryPositions(torch.ones(H, K + 1))}, r"angles\.theta has shape"),
         ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
         (
@@ -580,7 +580,7 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
             r"angles\.start has shape \(2,\) and dtype torch.int64, expected one integer",
         ),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
-        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf values out of 96"),
         (
             {
                 "state": AdditiveDecayState(
@@ -615,7 +615,7 @@ def test_errors_name_the_argument(change, message):
         (AdditiveDecayState(torch.ones(1, 1, 3).long(), torch.ones(1, 1, 3, 1)), "int64"),
         (
             AdditiveDecayState(torch.full((1, 1, 3), torch.nan), torch.ones(1, 1, 3, 1)),
-            "3 NaN of 3",
+            "3 NaN values out of 3",
         ),
     ],
 )

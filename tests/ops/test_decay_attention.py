@@ -775,7 +775,7 @@ NAN = DecayState(ONE.kv * torch.nan, ONE.k_sum)
         ({"state": NAN}, "state.kv holds 120 NaN"),
         ({"state": (None, NAN), "causal": False}, "state.backward.kv holds 120 NaN"),
         ({"q": torch.full((B, 4, H, K), torch.nan)}, "q holds 96 NaN"),
-        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf values out of 96"),
     ],
 )
 def test_errors_name_the_argument(change, message):

@@ -394,7 +394,7 @@ def nan(*shape):
     [
         ({"x": torch.ones(B, 6)}, r"x has shape \(2, 6\)"),
         ({"x": torch.ones(B, 6, D, dtype=torch.int64)}, "x has dtype torch.int64"),
-        ({"x": nan(B, 6, D)}, "x holds 36 NaN of 36 values"),
+        ({"x": nan(B, 6, D)}, "x holds 36 NaN values out of 36"),
         ({"weight": torch.ones(1, D)}, r"weight has shape \(1, 3\)"),
         ({"weight": nan(1, D, E)}, "weight holds 12 NaN"),
         ({"log_decay": -torch.ones(2, D, E)}, r"log_decay has shape \(2, 3, 4\)"),

@@ -145,7 +145,7 @@ def test_errors_name_the_argument(name):
         (partial(read, q, state[0]), "state is a Tensor, expected the state of a direction"),
         (partial(read, rand(B, 2, H + 1, K), state), "has shape .*H=4"),
         (partial(read, q, state._replace(kv=state.kv * torch.nan)), "state.kv holds 120 NaN"),
-        (partial(read, q * torch.nan, state), "q holds 48 NaN of 48"),
+        (partial(read, q * torch.nan, state), "q holds 48 NaN values out of 48"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -545,7 +545,7 @@ def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
         (tmp_path / "missing.txt", "there is no file"),
         (tmp_path / "notes.md", "notes.md is not a file of texts, expected a name ending in .txt"),
         (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
-        (" ", "inputs has an empty text"),
+        (" ", "inputs contains an empty text"),
         (tmp_path, "is a folder, expected a text or a file"),
     ]:
         assert onescan("predict", run, argument) == 2
