@@ -75,12 +75,13 @@ def fill_masks(
         top_k: Number of predictions per mask.
 
     Raises:
-        ValueError: If the tokenizer belongs to another model, or the text has no mask.
+        ValueError: If the tokenizer belongs to another model or has no mask token, or the text
+            contains no mask.
     """
     check_whole(1, top_k=top_k)
     tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
-        raise ValueError(f"tokenizer {tokenizer.name!r} has no mask")
+        raise ValueError(f"tokenizer {tokenizer.name!r} has no mask token")
     _check_text("text", text)
     tokens = _batch(tokenizer.encode(text, framed=True), model)
     masked = tokens[0] == tokenizer.mask

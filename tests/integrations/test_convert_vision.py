@@ -238,7 +238,7 @@ def test_shards_are_read_together(tmp_path):
     assert others
     images = torch.randn(2, 3, 24, 24, dtype=torch.double)
     assert_equal_scores(model, convert_model(read(tmp_path)), images)
-    with pytest.raises(ValueError, match="is one of several shards, expected their folder"):
+    with pytest.raises(ValueError, match="is one of several shards, expected the folder"):
         read(first)
 
 

@@ -646,7 +646,7 @@ def test_bad_input_is_refused(lightnet):
             lightnet(ids(2, 5), attention_mask=torch.ones(shape))
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 5, 5\)"):
         lightnet(ids(2, 5), attention_mask=torch.ones(2, 1, 5, 5))
-    with pytest.raises(ValueError, match="expected one of input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match="expected one of input_ids and inputs_embeds, but"):
         lightnet()
     with pytest.raises(ValueError, match="output_attentions is True, but no attention matrix"):
         lightnet(ids(1, 5), output_attentions=True)

@@ -332,7 +332,7 @@ def test_unusable_vaes_are_refused(images, vae, tmp_path):
     for changed, message in (
         (
             {name: x for name, x in good.items() if "quant_conv" not in name},
-            "its weights lack post_quant_conv.bias and 3 more",
+            "it has 4 missing weights, such as post_quant_conv.bias",
         ),
         (
             good | {"quant_conv.weight": good["quant_conv.weight"] * torch.inf},
