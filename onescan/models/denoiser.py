@@ -66,7 +66,8 @@ class DenoiserConfig(ModelConfig):
     """The last frequency of the timestep embedding is exactly 1/10000, as in diffusers' DiT; with
     False it is 10000^(-127/128), as in the original."""
     condition: Condition = "tokens"
-    """How to condition on timestep and class: two tokens before the patches, or every norm."""
+    """How to condition on timestep and class: "tokens" adds them as tokens before the patches;
+    "adaln_zero" modulates every norm, as in DiT."""
     learn_sigma: bool = True
     """Also predict the variance of each step, which doubles the number of output channels."""
     label_dropout: float = 0.1
@@ -100,7 +101,7 @@ class DenoiserConfig(ModelConfig):
         return Denoiser(self)
 
     def example_inputs(self) -> tuple[Grids, Timesteps, Labels | None]:
-        """Return one empty image of the default size, timestep 0 and, if conditional, class 0."""
+        """Return an image of zeros of the default size, timestep 0 and, if conditional, class 0."""
         image = torch.zeros(1, self.channels, *self.image_size)
         label = torch.zeros(1, dtype=torch.long) if self.num_classes else None
         return image, torch.zeros(1), label
@@ -220,7 +221,7 @@ class Denoiser(Pretrained, nn.Module):
                     "each image"
                 )
         if labels is not None and self.label is None:
-            raise ValueError("labels are given, but num_classes is 0, expected None")
+            raise ValueError("labels were given, but num_classes is 0, expected None")
         if timesteps.numel() and can_look_at_values(timesteps):
             low, high = (float(bound) for bound in torch.aminmax(timesteps))
             if not 0 <= low <= high <= STEPS:

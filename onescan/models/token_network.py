@@ -133,7 +133,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoderConfig(TokenNetworkConfig, ABC):
-    """BERT's vocabulary and size, with bidirectional LightNet mixers."""
+    """Config of text encoders: BERT's vocabulary and size, with bidirectional LightNet mixers."""
 
     vocab_size: int = 30522
     width: int = 768
@@ -297,8 +297,8 @@ class TokenNetwork(nn.Module):
             with documents. Vectors of padding are meaningless.
 
         Raises:
-            ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state is
-                of another model, or an option does not apply to this network.
+            ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state
+                belongs to another model, or an option does not apply to this network.
         """
         check_token_ids(tokens, self.config.vocab_size)
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
@@ -355,7 +355,7 @@ class TokenNetwork(nn.Module):
             return False
         if sequence_group(None) is not None and not keep.all():
             raise ValueError(
-                "keep contains padding, which a state over several ranks does not support"
+                "keep contains padding, which is not supported with a state over several ranks"
             )
         return keep.shape[1] == 1 or not keep.all()
 
@@ -504,15 +504,21 @@ class TokenNetwork(nn.Module):
         if documents is not None and documents.device not in (x.device, torch.device("cpu")):
             raise ValueError(f"documents is on {documents.device}, expected cpu or {x.device}")
         if x.shape[-1] != self.config.width:
-            raise ValueError(f"x is of width {x.shape[-1]}, expected {self.config.width}")
+            raise ValueError(f"x has width {x.shape[-1]}, expected {self.config.width}")
         if documents is not None and documents.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"documents has dtype {documents.dtype}, expected torch.int64")
+            raise ValueError(
+                f"documents has dtype {documents.dtype}, expected torch.int32 or torch.int64"
+            )
         options = {"documents": documents, "cu_seqlens": cu_seqlens, "state": state}
         given = [name for name, value in options.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} were both given, expected only one of them")
+            raise ValueError(
+                f"{' and '.join(given)} were given together, expected only one of them"
+            )
         if segments is not None and not self.config.segment_types:
-            raise ValueError("segments were given, but the model has none: segment_types is 0")
+            raise ValueError(
+                "segments were given, but the model has segment_types=0, expected None"
+            )
         if segments is not None:
             check_token_ids(segments, self.config.segment_types, name="segments")
         if keep is not None and keep.dtype != torch.bool:
@@ -524,7 +530,7 @@ class TokenNetwork(nn.Module):
         if not isinstance(state, NetworkState):
             raise ValueError(f"state is {named_type(state)}, expected a NetworkState")
         if self.config.mixer.state_block is None:
-            raise ValueError("state was given to a bidirectional model")
+            raise ValueError("state was given to a bidirectional model, expected None")
         if self.config.state_block is None:
             raise ValueError(
                 "state was given to a model with position.bidirectional=True, whose tokens read "
@@ -612,8 +618,8 @@ def check_constant_size(before: Any, after: Any) -> None:
     for name, x in flatten_state(before).items():
         if x.shape != longer[name].shape:
             raise ValueError(
-                f"model has a state that grows with the text: {name}; expected a constant size, as "
-                "of linear mixers and of softmax attention with a window"
+                f"the model's state grows with the text: {name}; expected a constant size, as with "
+                "linear mixers or softmax attention with a window"
             )
 
 

@@ -329,8 +329,8 @@ def replace_attention(
 
     `save_linearized` and `load_linearized` of `onescan.integrations.transformers` save and load
     transformers models with replaced attention; ``save_pretrained`` of the model saves it in the
-    same way. To load any other model, build it, call this
-    function with the same arguments, and then call ``load_state_dict``.
+    same way. To load any other model, build it, call this function with the same arguments, and
+    then call ``load_state_dict``.
 
     Args:
         model: Model with attention modules.

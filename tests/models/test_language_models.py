@@ -349,7 +349,7 @@ def test_segments_are_told_apart_where_there_are_some():
     assert (model(tokens, segments=segments) != model(tokens)).any()
     with pytest.raises(ValueError, match="segments hold the ids 0 to 2, expected 0 to 1"):
         model(tokens, segments=2 * segments)
-    with pytest.raises(ValueError, match="segments were given, but the model has none"):
+    with pytest.raises(ValueError, match="segments were given, but the model has segment_types=0"):
         masked(BOTH["lion"])(tokens, segments=segments)
 
 
