@@ -73,7 +73,7 @@ class ShortConvolution(nn.Conv1d):
     Args:
         width: Number of channels.
         kernel_size: Number of tokens that are read, W.
-        causal: Read the token and those before it; False reads as many tokens on each side.
+        causal: Read the token and those before it; False reads equally many tokens on each side.
         bias: Add a bias.
 
     Raises:

@@ -22,8 +22,8 @@ KERNEL_SIZE = 3
 def upsampling_steps(patch_size: Factors) -> tuple[Factors, ...]:
     """Return the factors of each upsampling step, whose product is the patch size.
 
-    Each step multiplies the sides by prime factors; the last steps change all axes. Patches of one
-    position have one step, which changes none.
+    Each step multiplies the sides by prime factors; the last steps change all axes. For patches of
+    a single position, there is one step, with factors of 1.
 
     >>> upsampling_steps((16, 4)), upsampling_steps((10,)), upsampling_steps((1, 1))
     (((2, 1), (2, 1), (2, 2), (2, 2)), ((5,), (2,)), ((1, 1),))

@@ -143,10 +143,10 @@ def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) ->
     """Set padding to zero, and return which patches contain real pixels; see `keep_patches`.
 
     Raises:
-        ValueError: If the mask has another data type or shape than expected.
+        ValueError: If the dtype or shape of the mask is wrong.
     """
     if keep.dtype != torch.bool:
-        raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
+        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real pixels")
     batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs
     if keep.shape != (batch, *sides):
         raise ValueError(
@@ -178,7 +178,7 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
         if wrong.any():
             raise ValueError(
                 f"keep of image {int(wrong.nonzero()[0])} is not a box that begins at the first "
-                "pixel, with at least one pixel"
+                "pixel and has at least one pixel"
             )
     keep = whole_patches(keep, patch_size)
     for axis, patch in enumerate(patch_size, start=1):  # not sliced: exported sizes stay simple

@@ -105,7 +105,7 @@ class ContinuousBatch:
         if (count := tokens.shape[1] + max_new_tokens) > position.max_tokens:
             raise ValueError(
                 f"tokens and max_new_tokens add up to {count} tokens, expected at most "
-                f"{position.max_tokens}, as the model has no more positions"
+                f"{position.max_tokens}, the number of positions of the model"
             )
 
     @torch.no_grad()

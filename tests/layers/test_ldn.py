@@ -736,7 +736,10 @@ def test_what_a_masked_token_holds_reaches_no_one_and_no_weight():
     [
         ({"max_sigma": math.nan}, "max_sigma is nan"),
         ({"max_sigma": math.inf}, "max_sigma is inf"),
-        ({"max_sigma": 1e9}, "max_sigma is 1000000000.0, which makes a kernel reach .* tokens"),
+        (
+            {"max_sigma": 1e9},
+            "max_sigma is 1000000000.0, which gives kernels a radius of .* tokens",
+        ),
         ({"epsilon": math.nan}, "epsilon is nan"),
         ({"sigmas": (1.0, 40.0)}, r"sigmas contains 40\.0"),
     ],

@@ -153,7 +153,7 @@ def test_token_places_are_counted_over_real_tokens():
     assert torch.equal(x[1, [0, 2]], position.table[:2])
     x, taken = position(torch.zeros(2, 2, 3), Grid((2,)), taken)
     assert torch.equal(x[0], position.table[2:4])
-    with pytest.raises(ValueError, match="a sequence has 6 tokens, expected at most the model's 5"):
+    with pytest.raises(ValueError, match="a sequence has 6 tokens, expected at most 5"):
         position(torch.zeros(2, 2, 3), Grid((2,)), taken)
 
 

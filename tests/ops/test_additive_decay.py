@@ -605,7 +605,7 @@ def test_errors_name_the_argument(change, message):
     [
         (
             AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 1, 1)),
-            "F is 1",
+            "a.kv has 1 features",
         ),
         (
             AdditiveDecayState(torch.ones(1, 2, 3), torch.ones(1, 1, 3, 1)),
@@ -620,7 +620,7 @@ def test_errors_name_the_argument(change, message):
     ],
 )
 def test_states_that_cannot_be_merged(other, message):
-    if message.startswith("F"):
+    if message.startswith("a.kv"):
         state = other
     else:
         state = AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 3, 1))

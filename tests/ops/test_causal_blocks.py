@@ -183,7 +183,7 @@ def test_errors_about_offsets_of_blocks(name):
     for offsets, message in (
         ([1, T], "causal_block begins with 1, expected 0"),
         ([0, T - 1], f"causal_block ends at {T - 1}, expected {T}, the number of tokens"),
-        ([0, 5, 3, T], "causal_block decreases from 5 to 3, expected offsets in order"),
+        ([0, 5, 3, T], "causal_block decreases from 5 to 3, expected offsets in ascending order"),
         ([[0, T]], r"causal_block has shape \(1, 2\), expected offsets \[N \+ 1\] of N blocks"),
         ([0.0, T], "causal_block has dtype torch.float32, expected torch.int32"),
     ):

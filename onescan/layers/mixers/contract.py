@@ -269,7 +269,7 @@ class Mixer(nn.Module, ABC):
 
 
 def check_is_config(config: Any) -> None:
-    """Raise ValueError unless this is an instance of a dataclass of options of a mixer."""
+    """Raise ValueError unless this is an instance of a config dataclass of a mixer."""
     if isinstance(config, type):
         raise ValueError(f"config is the class {config.__name__}, expected an instance of it")
     if not isinstance(config, MixerConfig):

@@ -366,7 +366,9 @@ class LinearAttention(Mixer, ABC):
             keep: True for the real tokens of the context.
         """
         if self.conv is not None:
-            raise ValueError("a mixer with a convolution does not support context")
+            raise ValueError(
+                "context was given to a mixer with a convolution, expected conv_size=None"
+            )
         context = masked(context, keep)
         queries, gate, _ = self._projected(x)
         keys, _, extra = self._projected(context)

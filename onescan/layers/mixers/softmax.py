@@ -187,7 +187,7 @@ class SoftmaxMixer(Mixer):
         return masked(o, keep), new_state if packing is None else None
 
     def after_masked(self, before: SoftmaxState, after: SoftmaxState, keep: Keep) -> Any:
-        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        """Rotate keys in rows with a masked token by one position; see `Mixer.after_masked`."""
         if self.window is not None:
             return super().after_masked(before, after, keep)
         if not self.rotary:

@@ -272,8 +272,8 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
     """Replace equal groups of channels by those of the two neighbors along each axis (Q-Shift).
 
     Groups come from the previous and the next token along the last axis, then along the axis
-    before it; neighbors outside the grid are zero. Channels that are left over and prefix tokens
-    stay.
+    before it; neighbors outside the grid are zero. Remaining channels and prefix tokens are
+    unchanged.
 
     Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
 

@@ -98,7 +98,7 @@ def additive_decay(
         leak: Rate at which weights decay with distance, finite and at least 0, [H] or [H, K]. The
             query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t, so
             weights halve every ln(2) / leak tokens. Masked tokens do not count. Rates above 1e5
-            are like 1e5, where each token reads only itself. Requires causal=True and runs only on
+            act like 1e5, where each token reads only itself. Requires causal=True and runs only on
             the backend "torch". States of calls with a leak cannot be merged. None disables the
             leak, as in the paper.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
@@ -179,7 +179,7 @@ def write(
         v: As in `additive_decay`.
         angles: As in `additive_decay`.
         keep: As in `additive_decay`.
-        state: State of other tokens, which is included; None for none.
+        state: State of other tokens to include; None if there are none.
 
     Raises:
         ValueError: As `additive_decay`.
@@ -224,8 +224,8 @@ def read(
     width = q.shape[-1] * (1 if angles is None else 2)
     if state.kv.shape[2] != width:
         raise ValueError(
-            f"state.kv has {state.kv.shape[2]} features with angles {'not ' * (angles is None)}"
-            f"given, expected {width}"
+            f"state.kv has {state.kv.shape[2]} features, expected {width} "
+            f"{'without' if angles is None else 'with'} angles"
         )
     with disable_autocast(q):
         wide_q, kv = to_accumulation_dtype(FEATURE_MAPS[feature_map](q), state.kv)

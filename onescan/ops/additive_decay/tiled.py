@@ -1,7 +1,7 @@
 """One scan of additive decay per sample, tile by tile: faster on a CPU, and in less memory.
 
 Products read the layout of projections, [T, H, K]. The only allocations of the size of q, k or v
-are outputs and gradients, and only inputs are saved for the backward. For a sample with
+are outputs and gradients, and only inputs are saved for the backward pass. For a sample with
 w_t = exp(k_t - z), G the gradient of kv, dz the gradient of z, and <.,.> a sum over values and over
 both halves:
 

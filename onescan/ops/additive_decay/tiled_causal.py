@@ -88,7 +88,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 class _Factors(NamedTuple):
-    """Results of the forward that the backward needs. F is 2K with LRPE, otherwise K.
+    """Results of the forward pass for the backward pass. F is 2K with LRPE, otherwise K.
 
     Attributes:
         v: Values, [B, H, N, C, V].
@@ -143,7 +143,7 @@ def _scan(
     begins: Tensor | None,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
-    """Return the outputs, the outgoing log-normalizer and state, and data for the backward."""
+    """Return the outputs, the outgoing log-normalizer and state, and data for the backward pass."""
     tokens, size = k.shape[1], blocks * BLOCK
     chunks = number_of_chunks(tokens, size)
     dtype = q.dtype
@@ -354,7 +354,7 @@ class _CausalScan(torch.autograd.Function):
         ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
-        with disable_autocast(q):  # a backward may run under autocast
+        with disable_autocast(q):  # a backward pass may run under autocast
             for saved, do_tile in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
                 *tile_gradients, dz, dkv = _scan_gradients(
                     saved, do_tile, dz, dkv, wants_dtable=ctx.needs_input_grad[3]

@@ -217,7 +217,9 @@ class DecayAttention(Recurrence):
         if not call.layout.causal and not _decays(call):
             return "one_scan" if form in ("auto", "chunk") else form
         if form == "one_scan" and not call.layout.causal:
-            raise ValueError("form is 'one_scan' with decay, but it supports no decay")
+            raise ValueError(
+                "form is 'one_scan' with decay, cu_seqlens or causal_block, expected none of them"
+            )
         if form != "auto":
             return form
         (q, _, v, log_decay, *_), directions = call.inputs, 1 if call.layout.causal else 2

@@ -1,7 +1,7 @@
 """The chunk form of linear attention with decay, in tiles that fit the caches of a CPU.
 
-The results are those of `forms.chunk`. The backward is written by hand: it recomputes scores but
-not states. On a CPU one block of samples and heads is processed at a time, so that memory is
+The results are those of `forms.chunk`. The backward pass is written by hand: it recomputes scores,
+but not states. On a CPU one block of samples and heads is processed at a time, so that memory is
 reused, and within a block one batch of chunks that fits the caches.
 """
 
@@ -61,7 +61,7 @@ def chunk(
         run = _operator if torch.compiler.is_compiling() else _run_eagerly
         o, _, states_out, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
-        o = o.clone()  # the backward reads o, and a caller may modify the returned copy in place
+        o = o.clone()  # the backward pass reads o, and a caller may modify the copy in place
     return o, by_direction(states_out)
 
 
@@ -215,7 +215,7 @@ def _decay_chunks_backward(
     results = _gradients_like(*inputs)
     for index, state_index in _blocks(v, size):
         sums = row_sum if normalize == "none" else row_sum[index]
-        with disable_autocast(q):  # a backward may run under autocast
+        with disable_autocast(q):  # a backward pass may run under autocast
             grad = _output_gradient(do[index], o[index], sums, normalize, causal=backward is None)
             dstate_out = dstates_out[state_index] if dstates_out.numel() else None
             part = inputs.block(index, state_index)

@@ -111,8 +111,8 @@ def toeplitz_position(
             channel and line along the first axis, and without kernels.
         form: Algorithm. For N tokens along an axis, "dense" is O(N^2), "scan" O(N E) in chunks and
             "fft" O(N log N). Joint kernels over several axes have "fft" only.
-        backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
-            first derivatives; "auto" follows `use_backend`.
+        backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and has first
+            derivatives only; "auto" chooses, see `use_backend`.
         group: Process group across which the first axis is sharded in rank order; `shape` is then
             that of this rank's part of the grid. See `onescan.ops.parallel`. None uses the group of
             `sequence_parallel`, if any. Only with the forms "dense" and "scan", and without joint
@@ -377,5 +377,5 @@ def _check(
         low, high = torch.aminmax(log_decay.detach())
         if not (-math.inf < low and high <= 0):  # also rejects NaN
             raise ValueError(
-                f"log_decay spans {low} to {high}, expected finite values of at most 0"
+                f"log_decay ranges from {low} to {high}, expected finite values of at most 0"
             )
