@@ -46,7 +46,7 @@ from onescan.kernels.common import (
     valid_tokens,
 )
 
-LEAST_MASS = tl.constexpr(4e-18)  # exp(-40)
+MIN_MASS = tl.constexpr(4e-18)  # exp(-40)
 SHORTEST_CHUNK = 16  # tokens, the smallest size of a matrix product
 
 EXAMPLES = (
@@ -204,7 +204,7 @@ def load_logits(
     total = tl.cumsum(w, 0) + (n_in * tl.exp(r_in - m))[None, :]
     some = (n_in > 0).to(tl.float32)[None, :] + tl.cumsum((logits > LOG_ZERO).to(tl.float32), 0)
     reads = some > 0
-    steep = tl.max(tl.max((reads & (total < LEAST_MASS)).to(tl.int32), 1), 0) > 0
+    steep = tl.max(tl.max((reads & (total < MIN_MASS)).to(tl.int32), 1), 0) > 0
     peak = tl.zeros([CHUNK, BLOCK_K], tl.float32) + m[None, :]
     if steep:
         token = tl.arange(0, CHUNK)[:, None]

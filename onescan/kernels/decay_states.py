@@ -23,7 +23,7 @@ from onescan.kernels.common import (
 )
 from onescan.kernels.feature_maps import features
 
-VANISHED = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
+MIN_LOG_DECAY = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
 MIN_DIVISOR = tl.constexpr(1e-30)  # as in onescan.ops.numerics
 
 # How outputs are normalized by their row sum.
@@ -119,7 +119,7 @@ def scores_of(
 def cumulative_decay(decays, row, t, tokens, head, H: tl.constexpr):
     """Return the log-decay of each token, the cumulative sums and the total, in float64."""
     own = tl.load(decays + (row * tokens + t) * H + head, mask=t < tokens, other=0).to(tl.float64)
-    own = tl.where(own < VANISHED, VANISHED, own)
+    own = tl.where(own < MIN_LOG_DECAY, MIN_LOG_DECAY, own)
     return own, tl.cumsum(own, 0), tl.sum(own, 0)
 
 
@@ -133,7 +133,7 @@ def exponential(x):
 def load_decays(decays, begin, rows, mask, first, K: tl.constexpr, BLOCK: tl.constexpr):
     """Load log-decays of a block of channels, clamped so that their sums stay finite."""
     own = load_tile(decays + begin * K, rows, mask, first, K, BLOCK)
-    return tl.where(own < VANISHED, VANISHED, own)
+    return tl.where(own < MIN_LOG_DECAY, MIN_LOG_DECAY, own)
 
 
 @jit

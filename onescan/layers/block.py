@@ -174,11 +174,11 @@ class ConditionedBlock(Block):
     def _forward(
         self, x: Hidden, grid: Grid, *, condition: Pooled | None, **options: Any
     ) -> tuple[Hidden, Any]:
-        shift, scale, gate, *of_mlp = self.modulation(condition)
+        shift, scale, gate, *mlp_parts = self.modulation(condition)
         y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), grid, **options)
         x = x + gate * y
         if self.mlp is not None and self.mlp_norm is not None:
-            shift, scale, gate = of_mlp
+            shift, scale, gate = mlp_parts
             x = x + gate * self.mlp(modulate(self.mlp_norm(x), shift, scale))
         return x, state
 

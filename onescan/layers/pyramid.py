@@ -15,7 +15,7 @@ Factors = tuple[int, ...]  # per axis
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-LEAST_CHANNELS = 16  # at full resolution
+MIN_CHANNELS = 16  # at full resolution
 KERNEL_SIZE = 3
 
 
@@ -76,8 +76,8 @@ class PyramidDecoder(nn.Module):
             )
         self.patch_size = patch_size
         self.steps = upsampling_steps(patch_size)
-        least = min(width, LEAST_CHANNELS)
-        widths = [max(width >> step, least) for step in range(len(self.steps) + 1)]
+        min_channels = min(width, MIN_CHANNELS)
+        widths = [max(width >> step, min_channels) for step in range(len(self.steps) + 1)]
         self.upsample = nn.ModuleList(
             _upsampling(a, b, step)
             for (a, b), step in zip(pairwise(widths), self.steps, strict=True)

@@ -133,14 +133,14 @@ class Denoiser(Pretrained, nn.Module):
         grid = Grid(shape, prefix=self.prefix)
         if config.position is not None:
             self.position = config.position.build(width=width, grid=grid)
-        in_norms = config.condition == "adaln_zero"
+        modulates_norms = config.condition == "adaln_zero"
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth, width, kind=ConditionedBlock if in_norms else Block, axes=len(shape),
+            config.depth, width, axes=len(shape), kind=ConditionedBlock if modulates_norms else Block,
             mixer=config.mixer.for_grid(grid), mlp=config.mlp, norm=config.norm,
             mlp_norm_eps=config.mlp_norm_eps,
         )  # fmt: skip
-        self.norm = build_norm(config.norm, width, affine=not in_norms)
-        self.modulation = Modulation(width, 2) if in_norms else None
+        self.norm = build_norm(config.norm, width, affine=not modulates_norms)
+        self.modulation = Modulation(width, 2) if modulates_norms else None
         self.unpatchify = Unpatchify(width, self.out_channels, config.patch_size)
         for part in (self.time, self.label, self.blocks):
             if part is not None:

@@ -192,7 +192,7 @@ class _PaddingPermutation:
         group, lengths = sequence_group(None), None
         packing = None if documents is None else documents.packing
         if group is not None:
-            lengths, keep = group.lengths(keep), _of_all_ranks(group, keep)
+            lengths, keep = group.lengths(keep), _gather_mask(group, keep)
             packing = packing.whole if isinstance(packing, PackingShard) else packing
         sequence = None if packing is None else packing.sequence.to(keep.device)
         if is_known(keep.shape[1]) and keep.shape[1] == 1:
@@ -345,11 +345,11 @@ class TokenNetwork(nn.Module):
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         with known_lengths(x):
-            if state is not None and keep is not None and not ends and self._steps(keep):
+            if state is not None and keep is not None and not ends and self._must_step(keep):
                 return self._read_steps(x, segments, keep, state, read_outs, outputs)
             return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs, outputs)
 
-    def _steps(self, keep: Keep) -> bool:
+    def _must_step(self, keep: Keep) -> bool:
         """Return whether to read the tokens after a state one by one, because some are padding."""
         if self.config.skips_padding or self.config.state_block != 1:
             return False
@@ -378,7 +378,7 @@ class TokenNetwork(nn.Module):
                 x[:, token], segment, keep[:, token], None, None, state, read_outs, hidden
             )
             assert new is not None
-            state = self._step(keep[:, token], state, new)
+            state = self._state_after_step(keep[:, token], state, new)
             read.append(y)
             after.append(hidden)
         if outputs is not None:
@@ -399,7 +399,7 @@ class TokenNetwork(nn.Module):
         """Apply the network to checked arguments."""
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
-        per_document = _separated(x, documents, cu_seqlens)
+        per_document = _documents_of(x, documents, cu_seqlens)
         previous: Any = NetworkState(None, (None,) * len(self.blocks)) if state is None else state
         position = previous.position
         if self.segment_embedding is not None:
@@ -450,7 +450,9 @@ class TokenNetwork(nn.Module):
             return False
         return (x.shape[1] if group is None else sum(group.lengths(x))) % block == 0
 
-    def _step(self, keep: Keep, before: NetworkState, after: NetworkState) -> NetworkState:
+    def _state_after_step(
+        self, keep: Keep, before: NetworkState, after: NetworkState
+    ) -> NetworkState:
         """Return the state after one token, where masked ones have not taken a position."""
         position = after.position
         if self.position is not None and not isinstance(self.position, TokenPosition):
@@ -554,12 +556,12 @@ class TokenNetwork(nn.Module):
                 )
 
 
-def _of_all_ranks(group: SequenceGroup, keep: Tensor) -> Tensor:
+def _gather_mask(group: SequenceGroup, keep: Tensor) -> Tensor:
     """Return the mask of the tokens of all ranks."""
     return gather_tokens(group, keep.byte(), group.lengths(keep)).bool()
 
 
-def _separated(
+def _documents_of(
     x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | Packing | None
 ) -> Documents | None:
     """Return the documents of a batch; None if each is a whole row, which is faster."""

@@ -118,15 +118,15 @@ class Layout(NamedTuple):
             before = sum(self.lengths[: self.ranks.rank])
         return before + torch.arange(self.tokens, device=self.device)
 
-    def filled(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
+    def pad_if_empty(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
         """Return tensors, [B, T, ...], with one token of zeros if this rank has none.
 
         Other arguments are returned unchanged; the op rejects them later.
         """
         return one_token(*tensors, dim=dim) if self.is_empty else tensors
 
-    def emptied(self, o: Tensor) -> Tensor:
-        """Return outputs, [B, T, ...], without the token that `filled` added."""
+    def unpad_if_empty(self, o: Tensor) -> Tensor:
+        """Return outputs, [B, T, ...], without the token that `pad_if_empty` added."""
         return o[:, :0] if self.is_empty else o
 
 

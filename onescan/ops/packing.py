@@ -20,7 +20,7 @@ from onescan.messages import named_type
 from onescan.ops.numerics import apply_function
 from onescan.shapes import Tokens
 
-LONG = 256  # average length above which padding to chunks of 64 tokens is cheap
+LONG_SEQUENCE = 256  # average length above which padding to chunks of 64 tokens is cheap
 EXPECTED = "offsets [S + 1] of S sequences"
 
 
@@ -61,9 +61,9 @@ class Packing:
         return self._once("sequence", lambda: self._to_device(self._sequence_of_tokens()))
 
     @property
-    def place(self) -> Int[Tensor, "B T"]:
+    def position(self) -> Int[Tensor, "B T"]:
         """Number of earlier tokens of the same sequence."""
-        return self._once("place", lambda: self._to_device(self._position_of_tokens()))
+        return self._once("position", lambda: self._to_device(self._position_of_tokens()))
 
     @property
     def starts(self) -> Bool[Tensor, "B T"]:
@@ -80,7 +80,7 @@ class Packing:
 
         On a CPU, additive decay is fastest with 32 tokens for sequences of 40 and 80 on average.
         """
-        is_short = self.batch * self.tokens < LONG * self.sequences
+        is_short = self.batch * self.tokens < LONG_SEQUENCE * self.sequences
         return min(most, 32) if is_short else most
 
     def chunks(self, size: int) -> "Chunks":

@@ -268,8 +268,8 @@ def sequence_group(group: Group | None) -> SequenceGroup | None:
 
     None if all tokens are on this process, including in groups of a single process.
     """
-    found = _current if group is None else _as_sequence_group(group)
-    return None if found is None or found.size == 1 else found
+    resolved = _current if group is None else _as_sequence_group(group)
+    return None if resolved is None or resolved.size == 1 else resolved
 
 
 def scan_group(*, backward: bool) -> SequenceGroup | None:

@@ -53,8 +53,8 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiled_causal, "needs_plain_functions", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
-        monkeypatch.setattr(tiled, "LEAST", 0)
-        monkeypatch.setattr(tiled, "LARGE", 0)
+        monkeypatch.setattr(tiled, "SMALL_SAMPLE", 0)
+        monkeypatch.setattr(tiled, "LARGE_SAMPLE", 0)
         monkeypatch.setattr(tiled, "TILE", 3 * H * K)
         return "one_scan"
     return request.param

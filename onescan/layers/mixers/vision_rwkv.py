@@ -100,9 +100,9 @@ class _ShiftMixer(Mixer):
     def init_weights(self) -> None:
         """Set mu = (channel / D) ** (power (1 - l / L)) + offset l / (L - 1) for each input."""
         channel = torch.arange(self.shift_mix.shape[1], device="cpu")  # not on the meta device
-        share, left = channel / len(channel), 1 - self.layer / self.layers
+        share, remaining = channel / len(channel), 1 - self.layer / self.layers
         mixes = [
-            share ** (power * left) + offset * self.passed
+            share ** (power * remaining) + offset * self.passed
             for power, offset in zip(self.powers, self.offsets, strict=True)
         ]
         self.shift_mix.copy_(torch.stack(mixes))

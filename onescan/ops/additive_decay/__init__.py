@@ -153,8 +153,8 @@ def additive_decay(
     if layout.ranks is not None:
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(q.shape[1], layout.ranks)
-        (angles,) = layout.filled(angles, dim=0)
-    q, k, v = layout.filled(q, k, v)
+        (angles,) = layout.pad_if_empty(angles, dim=0)
+    q, k, v = layout.pad_if_empty(q, k, v)
     inputs = Inputs(q, k, v, angles, leak=leak)
     options = Options(feature_map, chunk_size)
     return recurrence.run(
@@ -193,8 +193,8 @@ def write(
     if layout.ranks is not None:
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(k.shape[1], layout.ranks)
-        (angles,) = layout.filled(angles, dim=0)
-    k, v = layout.filled(k, v)
+        (angles,) = layout.pad_if_empty(angles, dim=0)
+    k, v = layout.pad_if_empty(k, v)
     inputs, options = Inputs(k, k, v, angles), Options("identity", chunk_size=64)
     return recurrence.write(ADDITIVE_DECAY, inputs, layout, state, options, form="recurrent")
 

@@ -58,12 +58,12 @@ from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_aut
 from onescan.shapes import Values
 
 BLOCK = 8  # tokens per block
-MOST_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
+MAX_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
 # Largest step between references of blocks and of tokens. The mass relative to the reference of a
 # token is up to 9, hence the larger step.
 CLIMB = {torch.float32: (17.0, 19.0), torch.float64: (40.0, 42.0)}
 TILE = 1 << 20  # elements of k that a CPU scans at a time, so that intermediates fit its caches
-LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
+MIN_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -71,7 +71,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     size = inputs.chunk_size
     if inputs.packing is not None:
         size = inputs.packing.chunk_size(size)
-    blocks = min(max(size // BLOCK, 1), MOST_BLOCKS)
+    blocks = min(max(size // BLOCK, 1), MAX_BLOCKS)
     if inputs.packing is None and is_known(tokens := inputs.k.shape[1]):
         blocks = min(blocks, -(-tokens // BLOCK))
     inputs = inputs._replace(chunk_size=blocks * BLOCK)
@@ -438,8 +438,8 @@ def _to_tokens(x: Tensor, tokens: int) -> Tensor:
 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp in place, with 0 where the result would be nearly subnormal."""
-    x = x.clamp_(min=LEAST_EXPONENT).exp_()
-    return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
+    x = x.clamp_(min=MIN_EXPONENT).exp_()
+    return F.threshold(x, 2 * math.exp(MIN_EXPONENT), 0.0, inplace=True)
 
 
 def _rotate(x: Tensor, table: Tensor | None) -> Tensor:

@@ -157,8 +157,8 @@ def decay_attention(
         group=group,
     )  # fmt: skip
     if getattr(log_decay, "ndim", 1) > 1:
-        (log_decay,) = layout.filled(log_decay)
-    q, k, v = layout.filled(q, k, v)
+        (log_decay,) = layout.pad_if_empty(log_decay)
+    q, k, v = layout.pad_if_empty(q, k, v)
     options = Options(feature_map, decay_at, normalize, chunk_size)
     inputs = Inputs(q, k, v, log_decay)
     return recurrence.run(
@@ -189,8 +189,8 @@ def write(
     """
     layout = layout_of(k, name="k", causal=True, keep=keep)
     if getattr(log_decay, "ndim", 1) > 1:
-        (log_decay,) = layout.filled(log_decay)
-    k, v = layout.filled(k, v)
+        (log_decay,) = layout.pad_if_empty(log_decay)
+    k, v = layout.pad_if_empty(k, v)
     inputs = Inputs(k, k, v, log_decay)
     options = Options(feature_map, decay_at, "none", chunk_size=64)
     return recurrence.write(DECAY_ATTENTION, inputs, layout, state, options, form="recurrent")

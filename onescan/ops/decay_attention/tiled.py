@@ -39,7 +39,7 @@ from onescan.shapes import Keys, Queries, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
-FEW = 1 << 18  # scores of a call up to which plain functions are fastest
+MAX_PLAIN_SCORES = 1 << 18  # scores of a call up to which plain functions are fastest
 
 
 def full(
@@ -74,7 +74,7 @@ def _is_small(inputs: ChunkInputs, size: int) -> bool:
     """
     if torch.compiler.is_compiling() or inputs.k.device.type != "cpu":
         return False
-    return inputs.k[..., 0].numel() * size <= FEW and not wants_gradient(*inputs)
+    return inputs.k[..., 0].numel() * size <= MAX_PLAIN_SCORES and not wants_gradient(*inputs)
 
 
 def _decay_chunks(

@@ -29,7 +29,7 @@ from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues,
 __all__ = ["DELTA_RULE", "DeltaState", "DeltaStates", "delta_rule", "read", "write"]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
-Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
+StatePair = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
 
 DELTA_RULE = DeltaRule()
 UPDATES_NDIM = 5  # of k with an axis of updates
@@ -46,7 +46,7 @@ def delta_rule(
     causal_block: Blocks | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
-    state: DeltaState | Sides | None = None,
+    state: DeltaState | StatePair | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
@@ -145,7 +145,7 @@ def delta_rule(
         q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens,
         state=state, group=group,
     )  # fmt: skip
-    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    inputs = Inputs(*layout.pad_if_empty(q, k, v, beta, log_decay))
     return recurrence.run(
         DELTA_RULE, inputs, layout, state, Options(chunk_size), form=form, backend=backend
     )
@@ -174,7 +174,7 @@ def write(
     has_updates = isinstance(k, Tensor) and k.ndim == UPDATES_NDIM
     q = k[:, :, :1].sum(2) if has_updates else k  # outputs are dropped
     layout = layout_of(q, name="k", causal=True, keep=keep)
-    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    inputs = Inputs(*layout.pad_if_empty(q, k, v, beta, log_decay))
     options = Options(chunk_size)
     return recurrence.write(DELTA_RULE, inputs, layout, state, options, form="chunk")
 

@@ -139,7 +139,7 @@ def toeplitz_position(
     ranks, packing, local_x = layout.ranks, layout.packing, x
     if empty := layout.is_empty and is_empty_grid(ranks, shape):
         shape = as_grid_shape((1, *shape[1:]))  # of zeros, whose outputs are dropped
-        x = layout.filled(x)[0].expand(-1, math.prod(shape), -1)
+        x = layout.pad_if_empty(x)[0].expand(-1, math.prod(shape), -1)
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if joint and len(shape) == 1:
@@ -178,7 +178,7 @@ def toeplitz_position(
             local, ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
         )
         y = y.to(x.dtype)
-    return layout.emptied(y), _as_state(hidden, x, shape) if returns_state else None
+    return layout.unpad_if_empty(y), _as_state(hidden, x, shape) if returns_state else None
 
 
 def _mix(
