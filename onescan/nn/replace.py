@@ -275,8 +275,8 @@ def find_attention(
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
-            f"model has attention that cannot be replaced: {'; '.join(problems[:_SHOWN])}{more}. To "
-            "keep it, pass its name in exclude"
+            f"model has attention that cannot be replaced: {'; '.join(problems[:_SHOWN])}{more}. "
+            "To keep it, pass its name in exclude"
         )
     if not parts_by_name:
         raise ValueError(

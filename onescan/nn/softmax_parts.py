@@ -77,7 +77,7 @@ class AttentionParts:
         out_proj: Module after the heads, with the norm before it, if any.
         dropout: Dropout of the output.
         call: How it is called; None for `nn.MultiheadAttention`.
-        omitted: What it computes in addition to attention and linear attention does not.
+        omitted: What it computes besides attention, and its replacement omits.
     """
 
     dim: int
