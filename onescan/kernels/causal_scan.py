@@ -65,7 +65,7 @@ def fits(case: Case) -> bool:
 
 
 def chunk_length(case: Case) -> int:
-    """Return the largest power of two up to `chunk_size` whose scores fit in registers."""
+    """Return the largest power of two, at most `chunk_size`, whose scores fit in registers."""
     if case.data == "fp32":  # its tf32 parts need registers too
         longest = SHORTEST_CHUNK
     else:
@@ -118,7 +118,7 @@ def carry_forward(
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_KV_IN:
         exact = tl.load(z_in + of_head * K + c, mask=c < K, other=LOG_ZERO)
-        has_tokens = exact > LOG_ZERO / 2  # the constant may be rounded to float32, and z_in is not
+        has_tokens = exact > LOG_ZERO / 2  # LOG_ZERO may be rounded to float32, but z_in is not
         m = tl.where(has_tokens, exact.to(tl.float32), float("-inf"))
         n = tl.where(has_tokens, tl.exp((exact - tl.where(has_tokens, m, 0.0)).to(tl.float32)), 0.0)
         cos_half, sin_half = load_halves(kv_in + of_head * width, c, e, K, V, LRPE)

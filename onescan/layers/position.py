@@ -118,7 +118,7 @@ class ToeplitzPosition(nn.Module):
 
     Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay:
     t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives are initialized
-    between half a token and the number in `shape`, but at least 2 tokens. The paper states no
+    between half a token and the number in `shape`, but at least 2 tokens. The paper gives no
     initialization. Initial outputs have the scale of x.
 
     If joint, one Toeplitz product over all axes, Eq. 16. The paper does not parametrize it; here

@@ -463,13 +463,13 @@ def repeat_replacements(model: nn.Module, described: Collection[Mapping[str, Any
                 prefix=group["prefix"],
                 options=dict(group["options"]),
             )
-            found = {name: attention_parts(model.get_submodule(name)) for name in names}
+            parts_by_name = {name: attention_parts(model.get_submodule(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the description of replaced attention is damaged: {in_a_line(error)}"
             ) from error
-        parts = {name: each for name, each in found.items() if each is not None}
-        if missing := found.keys() - parts.keys():
+        parts = {name: each for name, each in parts_by_name.items() if each is not None}
+        if missing := parts_by_name.keys() - parts.keys():
             raise ValueError(
                 f"the description of replaced attention names {min(missing)}, which is not softmax "
                 "attention"

@@ -85,12 +85,12 @@ class Layout(NamedTuple):
 
     @property
     def starts(self) -> Bool[Tensor, "_ T"] | None:
-        """True where the forward direction restarts from an empty state; None for nowhere."""
+        """True where the forward direction restarts from an empty state; None if it never does."""
         return None if self.packing is None else self.packing.starts
 
     @property
     def ends(self) -> Bool[Tensor, "_ T"] | None:
-        """True where the backward direction restarts from an empty state; None for nowhere."""
+        """True where the backward direction restarts from an empty state; None if it never does."""
         if self.causal:
             return None
         ends = None if self.packing is None else self.packing.ends

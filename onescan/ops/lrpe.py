@@ -160,7 +160,7 @@ def lrpe_angles(
                 )
             start = start + before
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
-        raise ValueError("theta holds NaN or infinity, expected finite frequencies")
+        raise ValueError("theta contains NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
     backend = resolved_backend("auto", True, theta, widest=None)
     if backend == "triton" and isinstance(start, int) and not empty:

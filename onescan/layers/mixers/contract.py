@@ -31,7 +31,7 @@ class MixerConfig(ABC):
     """Number of heads; must divide the width."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let `build` check the types of all fields first, as loading a config does."""
+        """Make `build` check the types of all fields first, as loading a config does."""
         super().__init_subclass__(**options)
         if "build" in vars(cls):
             setattr(cls, "build", _with_checked_types(cls.build))  # noqa: B010 - mypy

@@ -216,7 +216,7 @@ def read(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the feature map does not
-            exist or, on a CPU, an argument holds NaN.
+            exist or, on a CPU, an argument contains NaN.
     """
     check_choice("feature_map", feature_map, FEATURE_MAPS)
     patterns = {"log_normalizer": "B H K", "kv": "B H F V"}

@@ -64,7 +64,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     with the number of later tokens. This is not checked: pass the earlier one as `state` instead.
 
     Raises:
-        ValueError: If the shapes of the states differ, or, on a CPU, if one holds NaN.
+        ValueError: If the shapes of the states differ, or, on a CPU, if one contains NaN.
 
     >>> import torch
     >>> one = AdditiveDecayState(torch.zeros(1, 1, 1), torch.full((1, 1, 1, 1), 2.0))

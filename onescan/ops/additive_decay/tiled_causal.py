@@ -317,10 +317,10 @@ def _scan_gradients(
     _add_product_(dv, w_far, dkv)
     dtable = None
     if wants_dtable and table is not None:
-        both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
+        terms = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
         for dw, weight in ((dw_far, w_block), (dw_token, w_token)):
-            both.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
-        dtable = _to_tokens(both.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
+            terms.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
+        dtable = _to_tokens(terms.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
             -1, (2, -1)
         )
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))

@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
         v: Values.
         log_decay: The argument of the caller.
         decays: Log-decays as each direction applies them; None before `DecayAttention.prepared`.
-        ends: Log-decay of each direction after the last token visited; None for none.
+        ends: Log-decay of each direction after the last token visited; None if there is none.
     """
 
     q: Queries

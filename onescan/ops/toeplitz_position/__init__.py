@@ -127,7 +127,7 @@ def toeplitz_position(
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
             unknown or cannot run, a state cannot be continued, cu_seqlens is invalid, the call does
             not support cu_seqlens or a group or, on a CPU, log_decay is positive or x, weight or
-            state holds NaN.
+            state contains NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()
