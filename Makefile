@@ -53,9 +53,9 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))  ## check every ke
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for seven GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
 
-# A separate environment, because timm needs torchvision, which needs a different version of torch from
-# the one in .venv. From PyPI, torch includes several GB of GPU libraries on Linux; PIP_EXTRA_INDEX_URL or
-# PIP_FIND_LINKS can name a source of CPU builds.
+# A separate environment, because timm needs torchvision, which needs a different version of torch
+# from the one in .venv. From PyPI, torch includes several GB of GPU libraries on Linux;
+# PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name a source of CPU builds.
 integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT, TRL and others, in .venv-integrations
 	$(INTEGRATIONS)/bin/python -m pytest -m integrations \
 		$$(grep -rl mark.integrations tests --include='test_*.py')

@@ -58,8 +58,9 @@ class Patchify(nn.Module):
             is_one_short = len(sides) == len(self.patch_size) - 1
             hint = "; add the batch dimension if it is missing: x[None]" if is_one_short else ""
             raise ValueError(
-                f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
-                f"expected {self.channels} channels and {len(self.patch_size)} axes{hint}"
+                f"input has {channels} channels and sides {tuple(sides)}, expected "
+                f"{self.channels} channels and one side for each of {len(self.patch_size)} axes"
+                f"{hint}"
             )
         may_be_empty = sequence_group(None) is not None  # a rank may have no patch
         if any(side < 1 for side in (sides[1:] if may_be_empty else sides)):

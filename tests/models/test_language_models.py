@@ -465,7 +465,7 @@ def test_a_state_of_another_model_is_refused():
         ),
         (
             SequenceClassifierConfig(**SMALL, mixer=CAUSAL["lightnet"]["mixer"], pool="first"),
-            "the first token reads no later block",
+            "the first token does not read all tokens",
         ),
         (SequenceClassifierConfig(**SMALL, num_classes=0), "num_classes is 0"),
         (CausalLMConfig(**{**SMALL, "depth": 0}), "depth is 0"),
