@@ -188,7 +188,7 @@ def test_a_model_without_classes_takes_no_labels():
     model, x = awake(tiny(num_classes=0)), noisy(3, 8, 8)
     assert model.prefix == 1
     assert model(x, T).shape == (2, 6, 8, 8)
-    with pytest.raises(ValueError, match="labels are given, but num_classes is 0"):
+    with pytest.raises(ValueError, match="labels were given, but num_classes is 0"):
         model(x, T, LABELS)
 
 

@@ -341,7 +341,7 @@ def test_writing_refuses_what_is_no_id(change, message):
 def test_a_state_without_its_mixers_is_refused():
     decoder = CONFIG.build()
     _, state = decoder(TOKENS, MEMORY)
-    with pytest.raises(ValueError, match=r"state\.mixers holds None"):
+    with pytest.raises(ValueError, match=r"state\.mixers contains None"):
         decoder(TOKENS, state=state._replace(mixers=(None, None)))
     with pytest.raises(ValueError, match="state has 1 blocks and 2 memories, expected 2 of each"):
         decoder(TOKENS, state=state._replace(mixers=state.mixers[:1]))

@@ -573,11 +573,11 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor(2.5))},
-            r"angles\.start has shape \(\) and dtype torch.float32, expected one integer",
+            r"angles\.start has shape \(\) and dtype torch.float32, expected a single integer",
         ),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor([1, 2]))},
-            r"angles\.start has shape \(2,\) and dtype torch.int64, expected one integer",
+            r"angles\.start has shape \(2,\) and dtype torch.int64, expected a single integer",
         ),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
         ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
