@@ -134,7 +134,7 @@ class Denoiser(Pretrained, nn.Module):
         if config.position is not None:
             self.position = config.position.build(width=width, grid=grid)
         modulates_norms = config.condition == "adaln_zero"
-        kind = ConditionedBlock if modulates_norms else Block
+        kind: type[Block] = ConditionedBlock if modulates_norms else Block
         self.blocks, self.lower_bounds = build_blocks(
             config.depth, width, kind=kind, axes=len(shape), mixer=config.mixer.for_grid(grid),
             mlp=config.mlp, norm=config.norm, mlp_norm_eps=config.mlp_norm_eps,

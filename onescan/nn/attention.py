@@ -252,7 +252,7 @@ class DeltaAttention(AttentionLayer):
 
 
 class LinearDiffusion(AttentionLayer):
-    """LDN's layer: diffusion between neighbors, a gated local update and linear attention, summed.
+    """LDN's layer: the sum of diffusion between neighbors, a gated update and linear attention.
 
     Add the output to the input, without a norm before the layer: ``x = x + layer(x)``. There is
     no cross-attention.

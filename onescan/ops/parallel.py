@@ -287,7 +287,7 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
 
 def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
     """Raise ValueError for a call that cannot run over several ranks."""
-    raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
+    raise ValueError(f"group has {group.size} ranks, but {what} supports only one: {reason}")
 
 
 def known_lengths(x: Tensor) -> AbstractContextManager[None]:

@@ -625,7 +625,7 @@ def test_dense_kernels_leave_the_prefix_as_it_is_and_refuse_other_sizes():
 def test_dense_kernels_refuse_several_ranks(monkeypatch):
     mixer = built(**DENSE, **ALONE)
     monkeypatch.setattr(mixer_module, "sequence_group", lambda _: Mock(SequenceGroup, size=2))
-    with pytest.raises(ValueError, match="group has 2 ranks, but kernel='dense' runs on one"):
+    with pytest.raises(ValueError, match="group has 2 ranks, but kernel='dense' supports only one"):
         mixer(tokens(1, 7), Grid((7,)))
 
 

@@ -374,7 +374,7 @@ def test_ranks_compute_the_outputs_of_one_process(name, form, tmp_path):
         assert_same_over_ranks(call, tokens | keep, state._asdict(), lengths, group)
         own = {key: x for key, x in tokens.items() if key != "angles"}
         offsets = torch.tensor([0, T, 2 * T])
-        with pytest.raises(ValueError, match="causal_block with cu_seqlens runs on one"):
+        with pytest.raises(ValueError, match="causal_block with cu_seqlens supports only one"):
             op(**own, cu_seqlens=offsets, group=group, **options)
 
     run_ranks(4, check, tmp_path)

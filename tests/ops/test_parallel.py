@@ -525,7 +525,7 @@ def refusals(group):
     mdtpe = partial(toeplitz_position, group=group)
     decays, weight = -torch.ones(2, H, 1).double(), torch.ones(2, H, 1).double()
     size = group.size()
-    yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' runs on one"
+    yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' supports only one"
     yield lambda: diffusion(scheme="crank_nicolson"), "it solves a system over all tokens"
     yield lambda: mdtpe(grid, decays, weight, (4, 3), form="fft"), "an FFT needs all tokens"
     yield lambda: mdtpe(grid, decays, weight[0], (4, 3), joint=True), "its FFT needs all tokens"

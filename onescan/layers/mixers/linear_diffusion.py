@@ -1,4 +1,4 @@
-"""LDN: diffusion along a sequence, a gated local update and linear attention, summed.
+"""LDN: the sum of diffusion along a sequence, a gated local update and linear attention.
 
 Source: LDN, arXiv:2502.12381. This file contains the mixer's config, state and module, then its
 parts (Sec. 3.3), and the cross-attention of its decoder (Sec. 3.6).
