@@ -10,7 +10,7 @@ For the gradient of log_decay, each term is multiplied by its lag:
 
 dx is the same sum over dy, in the opposite direction.
 
-The recurrence takes 2 E multiplications per number. A form with matrix products would take as many,
+The recurrence takes 2 E multiplications per number. So would a form with matrix products:
 E to write the states of chunks and E to read them. As each channel has its own matrix, it would
 also need x transposed. The recurrence reads x in place, [B, T, D], and stores only y.
 

@@ -163,7 +163,7 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
     The real pixels of an image are a box that begins at the first pixel.
 
     Raises:
-        ValueError: If they are not such a box. Checked only on a CPU and on a single rank.
+        ValueError: If they do not form such a box. Checked only on a CPU and on a single rank.
 
     >>> keep_patches(torch.tensor([[True, True, True, False, False, False]]), (2,)).tolist()
     [[True, True, False]]

@@ -210,7 +210,7 @@ class ImageClassifier(Pretrained, nn.Module):
         Raises:
             ValueError: If the number of channels differs, a side is 0, the model cannot read padded
                 images (absolute positions, diffusion in row-major order, or a class token in the
-                middle) or, on a CPU, real pixels are not such a box.
+                middle) or, on a CPU, real pixels do not form such a box.
         """
         check_floating(images=images)
         images, token_keep = self._without_padding(images, keep)

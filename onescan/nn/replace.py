@@ -243,7 +243,9 @@ def find_attention(
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in exclude:
         if name not in modules or not name:
-            raise ValueError(f"exclude contains {name!r}, but the model has no such module")
+            raise ValueError(
+                f"exclude contains {name!r}, but the model has no module with that name"
+            )
     parts_by_name: dict[str, AttentionParts] = {}
     problems: list[str] = []
     skipped = [*exclude]

@@ -91,7 +91,7 @@ class MixerConfig(ABC):
         "embedding": The tokens before the first block.
         "lower_bound": The smallest decay of each channel, which models learn for each block.
         "cu_seqlens": The offsets of packed sequences. If a mixer does not take them, blocks put
-        each sequence into a row of its own.
+        each sequence into a separate row.
         """
         return frozenset()
 

@@ -76,7 +76,7 @@ class SoftmaxMixerConfig(DirectedMixerConfig):
             if self.is_causal and self.window > MAX_CAUSAL_WINDOW:
                 raise ValueError(
                     f"window is {self.window}, expected at most {MAX_CAUSAL_WINDOW}, because the "
-                    "state holds as many tokens; None reads all tokens"
+                    "state holds that many tokens, or None to read all tokens"
                 )
             if axes > 1:
                 raise ValueError(

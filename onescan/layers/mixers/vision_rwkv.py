@@ -278,7 +278,7 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
     Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
 
     Raises:
-        ValueError: If x does not have as many tokens as the grid.
+        ValueError: If x and the grid have different numbers of tokens.
     """
     if grid.tokens != x.shape[1]:
         raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")

@@ -148,7 +148,7 @@ def _joined(state: DecayState | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _split(matrix: Tensor | None, log_decay: Tensor | None) -> DecayState | None:
-    """Split such a matrix into a state, and apply a final decay if given."""
+    """Split a matrix from `_joined` into a state, and apply a final decay if given."""
     if matrix is None:
         return None
     return _after(DecayState(matrix[..., :-1], matrix[..., -1]), log_decay)
