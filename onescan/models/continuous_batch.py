@@ -95,15 +95,17 @@ class ContinuousBatch:
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens is {named_type(tokens)}, expected a tensor of token ids")
         if len(tokens) != 1 or not 1 <= tokens.shape[1] <= START:
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected (1, T), T >= 1")
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}, expected (1, T) with T from 1 to {START}"
+            )
         check_token_ids(tokens, self.model.config.vocab_size)
         position = self.model.config.position
         if not isinstance(position, TokenPositionConfig):
             return
         if (count := tokens.shape[1] + max_new_tokens) > position.max_tokens:
             raise ValueError(
-                f"prompt and max_new_tokens add up to {count} tokens, expected at most the model's "
-                f"{position.max_tokens}"
+                f"tokens and max_new_tokens add up to {count} tokens, expected at most "
+                f"{position.max_tokens}, the number of positions of the model"
             )
 
     @torch.no_grad()
@@ -132,7 +134,7 @@ class ContinuousBatch:
         if not self.active:
             self._position = START
         # Numbers in a state are positions. Logits depend on relative positions only, so the prompt
-        # may begin at any position: the one from which it ends where the other sequences are.
+        # may begin anywhere. Let it end at the current position of the other sequences.
         begin = torch.tensor(self._position - tokens.shape[1])
         empty = flatten_state(self._empty)
         state = {name: x if x.ndim else begin for name, x in empty.items()}
@@ -159,8 +161,8 @@ class ContinuousBatch:
     def step(self) -> list[GeneratedSequence]:
         """Append one token to each sequence, and return the sequences.
 
-        Those at their end, or with the maximum number of tokens, have left the batch; their
-        `remaining` is 0.
+        Sequences that have ended or reached their maximum number of tokens have left the batch;
+        their `remaining` is 0.
         """
         sequences = list(self.active)
         for sequence, logits in zip(sequences, self._logits.unbind(), strict=True):
@@ -236,9 +238,11 @@ class BatchWorker(threading.Thread):
                         break
                     except queue.Empty:
                         if not self.is_alive():
-                            raise RuntimeError("the model has stopped") from None
+                            raise RuntimeError(
+                                "the thread that runs the model has stopped"
+                            ) from None
                 if token is None:
-                    raise RuntimeError("the model has stopped")
+                    raise RuntimeError("the thread that runs the model has stopped")
                 yield token
                 if token == self.batch.end:
                     return
@@ -273,7 +277,7 @@ class BatchWorker(threading.Thread):
 
 
 class _Client:
-    """Who receives the tokens of a sequence; None if the thread has stopped."""
+    """Receiver of the tokens of a sequence, and of None if the thread has stopped."""
 
     def __init__(self) -> None:
         self.tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()

@@ -348,12 +348,12 @@ def test_an_error_of_an_op_after_the_first_step_is_divergence(tmp_path, monkeypa
     def refuse(self, model, batch):
         calls.append(1)
         if len(calls) == 4:
-            raise ValueError("log_decay spans -inf to 0")
+            raise ValueError("log_decay ranges from -inf to 0")
         return original(self, model, batch)
 
     monkeypatch.setattr(ImageClassification, "loss", refuse)
     says = (
-        r"training diverged at step 3: log_decay spans -inf to 0; "
+        r"training diverged at step 3: log_decay ranges from -inf to 0; "
         r"the last good checkpoint is .*step_2; try a smaller"
     )
     with pytest.raises(FloatingPointError, match=says):

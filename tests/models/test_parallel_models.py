@@ -422,7 +422,7 @@ def test_inputs_that_cannot_run_over_ranks(tmp_path):
             (lambda: joint(rand(1, 1, 4, 4)), f"group has {size} ranks, but a joint kernel runs"),
             (
                 lambda: separate(texts(3), cu_seqlens=offsets),
-                f"group has {size} ranks, but a layer without cu_seqlens runs on one",
+                f"group has {size} ranks, but a layer without cu_seqlens supports only one",
             ),
         ]
         for call, message in wrong:

@@ -53,8 +53,8 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiled_causal, "needs_plain_functions", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
-        monkeypatch.setattr(tiled, "LEAST", 0)
-        monkeypatch.setattr(tiled, "LARGE", 0)
+        monkeypatch.setattr(tiled, "SMALL_SAMPLE", 0)
+        monkeypatch.setattr(tiled, "LARGE_SAMPLE", 0)
         monkeypatch.setattr(tiled, "TILE", 3 * H * K)
         return "one_scan"
     return request.param
@@ -573,11 +573,11 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor(2.5))},
-            r"angles\.start has shape \(\) and dtype torch.float32, expected one integer",
+            r"angles\.start has shape \(\) and dtype torch.float32, expected a single integer",
         ),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor([1, 2]))},
-            r"angles\.start has shape \(2,\) and dtype torch.int64, expected one integer",
+            r"angles\.start has shape \(2,\) and dtype torch.int64, expected a single integer",
         ),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
         ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf values out of 96"),
@@ -605,7 +605,7 @@ def test_errors_name_the_argument(change, message):
     [
         (
             AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 1, 1)),
-            "F is 1",
+            "a.kv has 1 features",
         ),
         (
             AdditiveDecayState(torch.ones(1, 2, 3), torch.ones(1, 1, 3, 1)),
@@ -620,7 +620,7 @@ def test_errors_name_the_argument(change, message):
     ],
 )
 def test_states_that_cannot_be_merged(other, message):
-    if message.startswith("F"):
+    if message.startswith("a.kv"):
         state = other
     else:
         state = AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 3, 1))

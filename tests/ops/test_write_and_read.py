@@ -168,9 +168,7 @@ def test_a_state_with_angles_is_read_with_angles():
     q, theta = rand(B, T, H, K), rand(H, K)
     angles = lrpe_angles((T,), theta)
     k, v = drawn("additive")
-    with pytest.raises(
-        ValueError, match=r"state\.kv has 8 features with angles not given, expected 4"
-    ):
+    with pytest.raises(ValueError, match=r"state\.kv has 8 features, expected 4 without angles"):
         read_additive(q, write_additive(k, v, angles=angles))
-    with pytest.raises(ValueError, match=r"state\.kv has 4 features with angles given, expected 8"):
+    with pytest.raises(ValueError, match=r"state\.kv has 4 features, expected 8 with angles"):
         read_additive(q, write_additive(k, v), angles=angles)

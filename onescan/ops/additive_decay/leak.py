@@ -34,7 +34,9 @@ MAX_LEAK = 1e5  # exp(2e4 - MAX_LEAK) is 0, and leak n stays accurate for a mill
 def check_leak(leak: Any, k: Any, layout: Layout) -> None:
     """Raise ValueError if a call does not support a leak, or its shape or values are invalid."""
     if layout.causal_block is not None:
-        raise ValueError("leak does not support causal_block, expected causal=True instead")
+        raise ValueError(
+            "leak was given with causal_block, expected causal=True without causal_block"
+        )
     if not layout.causal:
         raise ValueError(
             "leak requires causal=True: with causal=False, all tokens read the same state, so a "

@@ -209,7 +209,7 @@ class AdditiveDecay(Recurrence):
             elif start.ndim or start.is_floating_point():
                 raise ValueError(
                     f"angles.start has shape {tuple(start.shape)} and dtype {start.dtype}, "
-                    "expected one integer"
+                    "expected a single integer"
                 )
         features = q.shape[-1] * (1 if angles is None else 2)
         patterns = {"angles.theta": "H K", "angles": "T H K", "state.log_normalizer": "B H K"}

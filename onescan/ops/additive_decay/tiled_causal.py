@@ -58,12 +58,12 @@ from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_aut
 from onescan.shapes import Values
 
 BLOCK = 8  # tokens per block
-MOST_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
+MAX_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
 # Largest step between references of blocks and of tokens. The mass relative to the reference of a
 # token is up to 9, hence the larger step.
 CLIMB = {torch.float32: (17.0, 19.0), torch.float64: (40.0, 42.0)}
 TILE = 1 << 20  # elements of k that a CPU scans at a time, so that intermediates fit its caches
-LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
+MIN_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -71,7 +71,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     size = inputs.chunk_size
     if inputs.packing is not None:
         size = inputs.packing.chunk_size(size)
-    blocks = min(max(size // BLOCK, 1), MOST_BLOCKS)
+    blocks = min(max(size // BLOCK, 1), MAX_BLOCKS)
     if inputs.packing is None and is_known(tokens := inputs.k.shape[1]):
         blocks = min(blocks, -(-tokens // BLOCK))
     inputs = inputs._replace(chunk_size=blocks * BLOCK)
@@ -88,7 +88,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 class _Factors(NamedTuple):
-    """Results of the forward that the backward needs. F is 2K with LRPE, otherwise K.
+    """Results of the forward pass for the backward pass. F is 2K with LRPE, otherwise K.
 
     Attributes:
         v: Values, [B, H, N, C, V].
@@ -143,7 +143,7 @@ def _scan(
     begins: Tensor | None,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
-    """Return the outputs, the outgoing log-normalizer and state, and data for the backward."""
+    """Return the outputs, the outgoing log-normalizer and state, and data for the backward pass."""
     tokens, size = k.shape[1], blocks * BLOCK
     chunks = number_of_chunks(tokens, size)
     dtype = q.dtype
@@ -317,10 +317,10 @@ def _scan_gradients(
     _add_product_(dv, w_far, dkv)
     dtable = None
     if wants_dtable and table is not None:
-        both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
+        terms = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
         for dw, weight in ((dw_far, w_block), (dw_token, w_token)):
-            both.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
-        dtable = _to_tokens(both.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
+            terms.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
+        dtable = _to_tokens(terms.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
             -1, (2, -1)
         )
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
@@ -354,7 +354,7 @@ class _CausalScan(torch.autograd.Function):
         ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
-        with disable_autocast(q):  # a backward may run under autocast
+        with disable_autocast(q):  # a backward pass may run under autocast
             for saved, do_tile in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
                 *tile_gradients, dz, dkv = _scan_gradients(
                     saved, do_tile, dz, dkv, wants_dtable=ctx.needs_input_grad[3]
@@ -438,8 +438,8 @@ def _to_tokens(x: Tensor, tokens: int) -> Tensor:
 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp in place, with 0 where the result would be nearly subnormal."""
-    x = x.clamp_(min=LEAST_EXPONENT).exp_()
-    return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
+    x = x.clamp_(min=MIN_EXPONENT).exp_()
+    return F.threshold(x, 2 * math.exp(MIN_EXPONENT), 0.0, inplace=True)
 
 
 def _rotate(x: Tensor, table: Tensor | None) -> Tensor:
