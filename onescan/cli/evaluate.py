@@ -80,7 +80,8 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
     for name in [name for name in kinds if name not in given]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
-            raise ValueError(f"{field} is {str(value)!r}, which requires --{name}")
+            shown = value if isinstance(value, int | float) else repr(str(value))
+            raise ValueError(f"{field} is {shown}, which requires --{name}")
     for name in ("workers", "split"):
         if given and getattr(options, name) is not None:
             value = getattr(options, name)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from onescan.checks import check_whole
+from onescan.inputs.sequences import check_unicode
 from onescan.inputs.tokenizer import Tokenizer
 from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
@@ -44,7 +45,7 @@ def generate_text(
         ValueError: If the tokenizer belongs to another model, or the prompt has no tokens.
     """
     tokenizer.check_vocabulary(model.config.vocab_size)
-    _check_text("prompt", prompt)
+    check_unicode("prompt", prompt)
     context = tokenizer.begin(prompt)
     tokens = model.stream(
         _batch(context, model),
@@ -82,7 +83,7 @@ def fill_masks(
     tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
         raise ValueError(f"tokenizer {tokenizer.name!r} has no mask token")
-    _check_text("text", text)
+    check_unicode("text", text)
     tokens = _batch(tokenizer.encode(text, framed=True), model)
     masked = tokens[0] == tokenizer.mask
     if not masked.any():
@@ -93,13 +94,6 @@ def fill_masks(
         [Guess(tokenizer.format_token(token), p) for p, token in zip(row, tokens, strict=True)]
         for row, tokens in zip(top.values.tolist(), top.indices.tolist(), strict=True)
     ]
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid UTF-8 from character {error.start} on") from error
 
 
 def _batch(ids: list[int], model: CausalLM | MaskedLM) -> Tokens:

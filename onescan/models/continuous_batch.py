@@ -208,14 +208,20 @@ class BatchWorker(threading.Thread):
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def stream(
-        self, tokens: Tokens, sampling: Sampling | None = None, **options: Any
+        self,
+        tokens: Tokens,
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int,
+        generator: torch.Generator | None = None,
     ) -> Iterator[int]:
         """Return an iterator over the tokens of a new sequence; closing it removes the sequence.
 
         Args:
             tokens: Prompt of at least one token, of shape ``[1, T]``.
             sampling: How to choose the next token. ``None`` takes the most likely one.
-            options: Further arguments of `ContinuousBatch.add`.
+            max_new_tokens: Maximum number of tokens to generate.
+            generator: Source of randomness; see `ContinuousBatch.add`.
 
         Raises:
             ValueError: See `ContinuousBatch.add`.
@@ -224,14 +230,20 @@ class BatchWorker(threading.Thread):
         if self.ident is None:
             raise RuntimeError("the worker has not been started: call start() first")
         sampling = Sampling() if sampling is None else sampling
-        self.batch.check(tokens, sampling, max_new_tokens=options["max_new_tokens"])
-        return self._receive(tokens, sampling, options)
+        self.batch.check(tokens, sampling, max_new_tokens=max_new_tokens)
+        return self._receive(tokens, sampling, max_new_tokens, generator)
 
-    def _receive(self, tokens: Tokens, sampling: Sampling, options: Any) -> Iterator[int]:
+    def _receive(
+        self,
+        tokens: Tokens,
+        sampling: Sampling,
+        max_new_tokens: int,
+        generator: torch.Generator | None,
+    ) -> Iterator[int]:
         client = _Client()
-        self._waiting.put((client, tokens, sampling, options))
+        self._waiting.put((client, tokens, sampling, max_new_tokens, generator))
         try:
-            for _ in range(options["max_new_tokens"]):
+            for _ in range(max_new_tokens):
                 while True:
                     try:
                         token = client.tokens.get(timeout=1)
@@ -257,8 +269,11 @@ class BatchWorker(threading.Thread):
                 while not self.batch.active or not self._waiting.empty():
                     if (new := self._waiting.get()) is None:
                         return
-                    client, tokens, sampling, options = new
-                    clients[self.batch.add(tokens, sampling, **options)] = client
+                    client, tokens, sampling, count, generator = new
+                    sequence = self.batch.add(
+                        tokens, sampling, max_new_tokens=count, generator=generator
+                    )
+                    clients[sequence] = client
                 for sequence in self.batch.step():
                     clients[sequence].tokens.put(sequence.tokens[-1])
                     if clients[sequence].is_closed:

@@ -254,7 +254,7 @@ def test_mistakes_are_reported_in_one_line(saved, capsys):
     )
     writer_words = ["generate", str(saved / "writer"), "--prompt"]
     assert "--seed is -1, expected" in error(*writer_words, "a", "--seed", "-1")
-    assert "prompt is not valid UTF-8 from character 1" in error(*writer_words, "a\udcff")
+    assert "prompt is 'a\\udcff', expected Unicode text" in error(*writer_words, "a\udcff")
     weights = saved / "writer" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:200])
