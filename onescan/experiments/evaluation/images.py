@@ -307,7 +307,7 @@ def open_dataset(path: str, size: tuple[int, int]) -> Source:
     data = ImageDataset(
         table=table,
         labels=classes.encode(raw, split),
-        places=torch.arange(len(raw)),
+        indices=torch.arange(len(raw)),
         split=split,
         reader=ImageReader(format=pixel_format(size), crop=None, on_error="raise"),
     )

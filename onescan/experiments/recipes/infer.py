@@ -335,7 +335,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     if splits.target.kind != "class":
         return run, lines
     train: Any = splits.train
-    counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
+    counts = train.labels[train.indices].bincount(minlength=len(splits.class_names))
     if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
         lines.append(f"warning: no training examples of class {listed(empty)}; labels count from 0")
     return run, lines

@@ -60,7 +60,7 @@ class MultilabelClassification(RowTask):
         self.positive_weight: Float[Tensor, " labels"] | None = None
         if config.positive_weight == "balanced":
             assert isinstance(data.train, ArrayDataset)
-            labels = data.train.labels[data.train.places]
+            labels = data.train.labels[data.train.indices]
             have = labels.sum(dim=0)
             weight = torch.where(have > 0, (len(labels) - have) / have.clamp(min=1), 1.0)
             self.positive_weight = weight.float()

@@ -142,7 +142,7 @@ def test_other_types_become_float32(tmp_path, dtype):
     splits = build(save(tmp_path / "a", x=x, y=Y.astype(np.uint8)), axes=1, test_fraction=0.25)
     batch, labels = read(splits.train)
     assert batch.dtype == torch.float32
-    assert np.array_equal(batch[:, 0], x[splits.train.places].astype(np.float32))
+    assert np.array_equal(batch[:, 0], x[splits.train.indices].astype(np.float32))
     assert labels.dtype == torch.int64
 
 

@@ -298,7 +298,7 @@ def one_class_of_one(root):
             for names, options, message in (
                 (["."], {}, r"0\.png is in no class folder"),
                 (["train"], {}, r"0\.png is in no class folder"),
-                (["images", "masks"], {}, "for segmentation, train the recipe segmenter"),
+                (["images", "masks"], {}, "use the recipe segmenter for segmentation"),
                 (["train/cat", "test/cat"], {}, "one class"),
                 (["train/cat", "train/dog", "val/images"], {}, "class 'images'"),
                 (["cat", "dog", "test"], {}, "cat, dog, test; .* 'test'"),

@@ -130,7 +130,7 @@ def test_arrays_of_any_axes(tmp_path, shape):
         ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
         ((3, 3), {}, (1, False, (3,), 3), "channels last"),
         ((6, 300), {}, (1, True, (300,), 6), "300 values, 6 channels, channels first .the shorter"),
-        ((300, 12), {}, (1, False, (300,), 12), "if wrong, pass --data.channels-first"),
+        ((300, 12), {}, (1, False, (300,), 12), "if this is wrong, pass --data.channels-first"),
         ((300, 12), {"data.axes": 1}, (1, False, (300,), 12), "channels last"),
         ((6, 300), {"data.axes": 2}, (2, False, (6, 300), 1), "no axis of channels"),
         ((6, 300), {"data.channels_first": False}, (1, False, (6,), 300), "channels last$"),
