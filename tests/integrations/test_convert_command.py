@@ -89,7 +89,7 @@ def test_a_denoiser_is_written_as_a_pipeline(tmp_path):
 
 def test_an_existing_folder_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="which exists, expected a new folder"):
+    with pytest.raises(ValueError, match="which is not empty, expected a new folder"):
         onescan.convert(tmp_path, tmp_path)
     assert main(["convert", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no file or folder" in capsys.readouterr().err

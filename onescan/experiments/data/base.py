@@ -78,14 +78,14 @@ class Splits:
     counts. Shown before training, saved with the run and listed in its report."""
 
 
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Join names by commas; at most `most` of them.
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Join at most `limit` names by commas.
 
-    >>> listed(["a", "b", "c"], most=2)
+    >>> listed(["a", "b", "c"], limit=2)
     'a, b and 1 more'
     """
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def class_range(count: int, *, has_names: bool) -> str:

@@ -620,8 +620,7 @@ class ImageStream(ImageSet):
 
 
 def _state(block: Block[EncodedImage], *, is_last: bool) -> DataState:
-    """Return the state after an example: where its block begins or, after its last one, the "
-    "next."""
+    """Return the state after an example: the start of its block or, if it is the last, the next."""
     start = block.end if is_last else block.start
     return {**FIRST, "block": start.block, "turn": start.shard, **start.mark}
 

@@ -314,7 +314,7 @@ def test_unusable_settings_are_refused(images, vae, tmp_path):
         ({"vae": str(tmp_path / "empty")}, {}, "cannot load as an AutoencoderKL"),
         ({}, {"image_size": (9, 8)}, r"data.image_size is \(9, 8\), expected multiples of 2"),
         ({}, grey, "data.channels is 1, expected 3"),
-        ({}, stream, "data.streaming is on, expected it off"),
+        ({}, stream, "data.streaming is on, expected off"),
         ({"shard_size": 0}, {}, "shard_size is 0, expected .* above 0"),
         ({"batch_size": 0}, {}, "batch_size is 0, expected .* above 0"),
     ):
@@ -340,7 +340,7 @@ def test_unusable_vaes_are_refused(images, vae, tmp_path):
         ),
         (
             good | {"quant_conv.weight": zero, "quant_conv.bias": torch.full((8,), 1e6)},
-            "dtype is 'float16', expected one of larger range: mean",
+            "dtype is 'float16', which cannot represent all values of mean",
         ),
     ):
         save_file(changed, weights, metadata={"format": "pt"})

@@ -186,7 +186,7 @@ def test_training_and_test_arrays_may_be_padded_to_different_sizes(tmp_path):
     assert splits.format.shape == (max(some.max(), others.max()),)
     assert read(splits.test)[2].sum(dim=1).tolist() == others[:, 0].tolist()
     with pytest.raises(
-        ValueError, match="lengths_train and lengths_test, but there is lengths_train$"
+        ValueError, match="lengths_train and lengths_test, but there is lengths_train"
     ):
         config(save(tmp_path / "a.npz", **arrays, lengths_train=some)).build()
 

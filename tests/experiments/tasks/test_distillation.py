@@ -430,7 +430,7 @@ def test_class_names_may_differ_but_not_their_order(transformers):
     found.check(colour, ("n01", "n02", "n03"))
     with pytest.raises(ValueError, match="'regnet' calls class 0 'rows', the data calls it 'col"):
         found.check(colour, ("columns", "rows", "noise"))
-    with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, the data has 1"):
+    with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, but the data has 1"):
         found.check(GREY, NAMES)
     transformers.processor.do_normalize = False
     with pytest.raises(ValueError, match="'regnet' does not standardize its images"):
@@ -487,7 +487,7 @@ def test_the_mean_of_all_tokens_excludes_the_distillation_token():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (NAMES[:2], "has 3 classes, the data has 2"),
+        (NAMES[:2], "has 3 classes, but the data has 2"),
         (("a", "b", "c"), "calls class 0 'rows', the data calls it 'a'"),
     ],
 )
