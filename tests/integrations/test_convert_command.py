@@ -118,7 +118,7 @@ def test_constants_of_imagenet_are_noted(tmp_path, caplog):
 
 def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path, caplog):
     of_transformers("ViT", num_channels=1).save_pretrained(tmp_path / "gray")
-    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json states no"):
+    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json has no"):
         onescan.convert(tmp_path / "gray", tmp_path / "run")
     constants = {"image_mean": [0.5], "image_std": [0.25]}
     caplog.clear()

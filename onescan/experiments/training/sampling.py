@@ -117,7 +117,7 @@ def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> 
         sampler=run_sampler
         if sampler is None
         else dataclasses.replace(run_sampler, sampler=sampler),
-        format=form,
+        format=format,
         class_names=run.class_names if model.config.num_classes else (),
         vae=decoder,
     )

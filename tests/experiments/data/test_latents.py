@@ -365,7 +365,7 @@ def test_missing_damaged_and_foreign_shards_are_named(copied):
         (content[:-1], "is damaged"),
         (content[:10], "is damaged"),
         (b"", "is damaged"),
-        ((copied / "test-00000.safetensors").read_bytes(), "has no 'mirr"),
+        ((copied / "test-00000.safetensors").read_bytes(), "has no tensor 'mirr"),
         ((copied / "train-00002.safetensors").read_bytes(), "holds 2 images, expected 4"),
         ({MEAN: other[MEAN].half()}, r"mean is F16 \[4, 4, 4, 4\], exp"),
         ({STD: other[STD][:, :3]}, r"std is F32 \[4, 3, 4, 4\], expected F32 \[4, 4, 4, 4\]"),

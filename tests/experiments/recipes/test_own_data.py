@@ -289,7 +289,7 @@ def test_more_are_held_out_of_small_data(tmp_path, count, classes):
     run, lines = inferred("signal_classifier", tmp_path / "data.npz")
     assert len(run.data.build().test) == classes
     assert lines[-1].startswith("held out: ")
-    with pytest.raises(ValueError, match=r"as with 0\."):
+    with pytest.raises(ValueError, match=r"for example with 0\."):
         inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
 
 
