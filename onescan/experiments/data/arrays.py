@@ -440,7 +440,7 @@ class ArrayDatasetConfig(DataConfig):
         lowest = min(int(y.min()) for y in labels.values())
         if lowest > 0 and not names:
             raise ValueError(
-                f"{where} the lowest label is {lowest}, but labels count from 0: save y - {lowest} "
+                f"{where} the lowest label is {lowest}, but labels start at 0: save y - {lowest} "
                 "instead of y, or name all classes, from class 0 on, with --data.class-names"
             )
         count = len(names) or int(next(iter(labels.values())).max()) + 1

@@ -387,7 +387,9 @@ def test_parquet_files_that_differ_are_named(tmp_path, streaming):
         build(tmp_path, streaming=streaming, class_names=("a", "b", "c"))
     write_parquet(more, ["of another", "type"])
     if not streaming:
-        with pytest.raises(ValueError, match=f"label holds string in {more}, but int64 in {first}$"):
+        with pytest.raises(
+            ValueError, match=f"label holds string in {more}, but int64 in {first}$"
+        ):
             build(tmp_path)
     write_parquet(tmp_path / "extra.parquet", [0, 1])
     with pytest.raises(ValueError, match=r"extra\.parquet names no split"):

@@ -316,14 +316,14 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
 def test_labels_with_gaps_are_warned_of(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 * 2)
     _, lines = inferred("signal_classifier", tmp_path / "data.npz")
-    assert lines[-1] == "warning: no training examples of class 1, 3; labels count from 0"
+    assert lines[-1] == "warning: no training examples of class 1, 3; labels start at 0"
 
 
 def test_labels_that_start_at_one_are_refused(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
     argv = ("train", "signal_classifier", "--data.path", tmp_path / "data.npz")
     assert onescan(*argv) == 2
-    assert "the lowest label is 1, but labels count from 0: save y - 1" in capsys.readouterr().err
+    assert "the lowest label is 1, but labels start at 0: save y - 1" in capsys.readouterr().err
 
 
 def test_corrupt_images_say_how_to_skip_them(tmp_path):
