@@ -141,7 +141,7 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
         )
     for row in rows:
         try:
-            yield GivenText(read_text(row, column), row.place)
+            yield GivenText(read_text(row, column), row.location)
         except ValueError as error:
             unreadable.append(str(error))
 
@@ -154,11 +154,11 @@ def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Giv
         raise ValueError(f"there is no file {argument}")
     for document, _ in read_file(Path(argument), {}, column, "line"):
         if document.is_blank:
-            unreadable.append(f"{document.place}: the text is empty")
+            unreadable.append(f"{document.location}: the text is empty")
         elif document.fault:
             unreadable.append(document.message)
         else:
-            yield GivenText(document.text, document.place)
+            yield GivenText(document.text, document.location)
 
 
 def _path_is(kind: Callable[[Path], bool], argument: str) -> bool:

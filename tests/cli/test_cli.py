@@ -714,7 +714,7 @@ def test_mistakes_are_reported_in_one_line(argv, message, capsys):
         (
             ["--model.mixer", "softmax", "--model.mixer.decay-logits", "offset"],
             "--model.mixer.decay-logits is 'offset', but the model's mixer has no such setting; "
-            "these have: lightnet",
+            "mixers that have it: lightnet",
         ),
         (["--training.steps", "ten"], "--training.steps: got 'ten', expected None or INT"),
         (["--model.channels", "3"], "1 channels"),

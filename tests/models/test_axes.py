@@ -64,8 +64,8 @@ def test_moving_digits():
     assert torch.equal(torch.from_numpy(splits.train.x), torch.from_numpy(again.train.x))
     assert len(splits.train) + len(splits.test) == 4 * 1797
     assert splits.class_names[:4] == ("0 left", "0 right", "0 up", "0 down")
-    assert not {p // 4 for p in splits.train.places.tolist()} & {
-        p // 4 for p in splits.test.places.tolist()
+    assert not {p // 4 for p in splits.train.indices.tolist()} & {
+        p // 4 for p in splits.test.indices.tolist()
     }
     for direction, (row, column) in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]):
         video = torch.from_numpy(splits.train.x[direction])  # the first digit's videos

@@ -58,7 +58,7 @@ class RandomCropConfig:
 
 
 class RandomCrop:
-    """A box of random area, aspect ratio and position; centered if no drawn box fits.
+    """Draws a box of random area, aspect ratio and position; centers it if no drawn box fits.
 
     Like torchvision's RandomResizedCrop, except that corners may lie between pixels.
     """

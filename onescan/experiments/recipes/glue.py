@@ -213,8 +213,8 @@ class GlueRunsConfig:
     @property
     def from_mnli_tasks(self) -> tuple[GlueTask, ...]:
         """Tasks that start from the MNLI model."""
-        does = self.from_mnli and GLUE[self.recipe].from_mnli and not self.from_scratch
-        return FROM_MNLI if does else ()
+        starts_from_mnli = self.from_mnli and GLUE[self.recipe].from_mnli
+        return FROM_MNLI if starts_from_mnli and not self.from_scratch else ()
 
     @property
     def rates_to_try(self) -> tuple[float, ...]:
@@ -241,7 +241,7 @@ class GlueRun(NamedTuple):
 def lacks_mnli(options: GlueRunsConfig) -> bool:
     """Return whether tasks would start from an MNLI model, but a local folder has no MNLI data.
 
-    Without the data, only a task that is selected itself is an error.
+    Missing data is an error only if MNLI itself is selected.
 
     Raises:
         ValueError: If the options are invalid.

@@ -41,8 +41,8 @@ def _table(group: RunGroup) -> Figure:
         "error of the seasonal naive forecast in the training period, one season ahead. The "
         "weighted quantile loss is the quantile loss divided by the sum of absolute values. The "
         "baselines read the same windows: the seasonal naive forecast repeats the last season of "
-        "steps, and linear is a ridge regression from the standardized context. For their "
-        f"quantiles, those of their training errors are added.{spread(group)}"
+        "steps, and linear is a ridge regression from the standardized context. Their "
+        f"quantiles are the forecast plus quantiles of its training errors.{spread(group)}"
     )
     return Figure("Errors", fragment("table", rows, "numbers lined"), caption, 3)
 

@@ -320,7 +320,7 @@ def test_quotation_marks_in_tabbed_tables_without_quoted_cells(tmp_path):
         "a.tsv, line 2: invalid table row: it is unclear whether quotation marks enclose the text "
         "up to line 4"
     )
-    assert message in f"{found[0].place}: {found[0].fault}"
+    assert message in f"{found[0].location}: {found[0].fault}"
     assert [row.cells["text"] for row in found[1:]] == read
     with pytest.raises(ValueError, match="or belong to the text; write the table as"):
         build(path)
