@@ -410,10 +410,10 @@ def load_tokenizer(name: str) -> Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         except Exception as error:  # tokenizers raises plain Exception
-            problem = f"cannot load a tokenizer from {name!r}"
-            if not source.exists():
-                problem += ", which is not on disk, or from the Hugging Face Hub"
-            raise ValueError(f"{problem}: {in_a_line(error)}") from error
+            where = "" if source.exists() else " on disk or on the Hugging Face Hub"
+            raise ValueError(
+                f"cannot load a tokenizer from {name!r}{where}: {in_a_line(error)}"
+            ) from error
     return PretrainedTokenizer(name, tokenizer)
 
 

@@ -112,7 +112,7 @@ def test_a_missing_folder_of_a_tokenizer_is_named_at_once(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", unknown)
     monkeypatch.setattr("onescan.checkpoint.hub.getproxies", dict)
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
-    message = "tokenizer from 'nowhere', which is not on disk, or from the Hugging Face Hub: "
+    message = "tokenizer from 'nowhere' on disk or on the Hugging Face Hub: "
     with pytest.raises(ValueError, match=message):
         load_tokenizer("nowhere")
 

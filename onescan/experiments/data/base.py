@@ -322,7 +322,7 @@ def random_split(
     if not 0 < fraction < 1:
         raise ValueError(f"data.test_fraction is {fraction}, expected between 0 and 1")
     if count < 2:  # noqa: PLR2004
-        raise ValueError("there is one example, expected at least 2, so that one can be held out")
+        raise ValueError(f"expected at least 2 examples, so that one can be held out, got {count}")
     held_out = math.ceil(fraction * count)
     if held_out == count:
         raise HeldOutError(

@@ -323,9 +323,9 @@ class GlueDatasetConfig(DataConfig):
     task: GlueTask
     """Name of the task."""
     path: str = HUB
-    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face Hub."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 128
     """Maximum tokens per sequence. Longer inputs are truncated at the end, the longer text of a
     pair first."""

@@ -1,4 +1,4 @@
-"""Finding labelled data on disk or on the Hugging Face hub, and opening it with datasets."""
+"""Finding labelled data on disk or on the Hugging Face Hub, and opening it with datasets."""
 
 import json
 import logging
@@ -539,7 +539,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def find_source(path: str, name: str | None) -> DatasetSource:
-    """Find data on disk, else on the Hugging Face hub.
+    """Find data on disk, else on the Hugging Face Hub.
 
     Raises:
         ValueError: If it is in neither place, or contains nothing that can be read.
@@ -578,7 +578,7 @@ def _find_on_hub(path: str, name: str | None) -> DatasetSource:
             splits = datasets.get_dataset_split_names(path, name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"data.path is {path!r}, which is not on disk, nor on the Hugging Face hub: "
-            f"{first_line(error)}"
+            f"data.path is {path!r}, which is not on disk and cannot be read from the Hugging Face "
+            f"Hub: {first_line(error)}"
         ) from error
     return DatasetSource(path=path, builder=path, name=name, splits=tuple(splits))

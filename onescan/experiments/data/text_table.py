@@ -141,7 +141,7 @@ class TextTableConfig(DataConfig):
     split_seed: int = 0
     """Random seed of the held-out part."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 512
     """Maximum tokens per text. Longer texts are truncated at the end."""
     on_error: OnError = "raise"

@@ -171,7 +171,7 @@ class GlueRunsConfig:
     seeds: tuple[int, ...] = (0,)
     """Random seeds; each task is trained once per seed."""
     path: str = HUB
-    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face Hub."""
     on_error: OnError = "raise"
     """On an unreadable line of a table, end the run (raise), or skip and report it (skip)."""
     from_mnli: bool = True

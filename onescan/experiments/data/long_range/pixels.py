@@ -24,7 +24,7 @@ class PixelImageConfig(DataConfig):
     """
 
     path: str
-    """Folder, parquet file, or name of a dataset on the Hugging Face hub."""
+    """Folder, parquet file, or name of a dataset on the Hugging Face Hub."""
     name: str | None = None
     """Configuration of a hub dataset."""
     train_split: str = "train"

@@ -181,11 +181,11 @@ class ByteTextConfig(DataConfig):
 
     Reads FOLDER/SPLIT/CLASS/TEXT.txt, as in the IMDB archive, whose unlabelled reviews, `unsup`,
     are ignored; FOLDER/SPLIT.tsv with column names in the first line; parquet files with splits in
-    their names; and datasets on the Hugging Face hub.
+    their names; and datasets on the Hugging Face Hub.
     """
 
     path: str
-    """Folder, or name of a dataset on the Hugging Face hub."""
+    """Folder, or name of a dataset on the Hugging Face Hub."""
     max_length: int = 4096
     """Maximum bytes of a text; longer ones are truncated."""
     train_split: str = "train"

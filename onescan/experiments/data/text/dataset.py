@@ -35,7 +35,7 @@ class TextSplits(Splits):
 
 @dataclass(frozen=True, kw_only=True)
 class TextDatasetConfig(DataConfig):
-    """Text from files or the Hugging Face hub, tokenized and packed or truncated into sequences.
+    """Text from files or the Hugging Face Hub, tokenized and packed or truncated into sequences.
 
     Files may be parquet, .jsonl, .json, .csv or .tsv; all others are read as plain text in UTF-8.
     All but parquet may be compressed as .gz. Lines end in line feeds, carriage returns, or both. In
@@ -49,7 +49,7 @@ class TextDatasetConfig(DataConfig):
     """
 
     path: str
-    """File, folder, or name of a dataset on the Hugging Face hub."""
+    """File, folder, or name of a dataset on the Hugging Face Hub."""
     name: str | None = None
     """Configuration of a hub dataset."""
     train_split: str = "train"
@@ -68,7 +68,7 @@ class TextDatasetConfig(DataConfig):
     """What counts as one document of plain text: a file, a paragraph (ended by an empty line) or a
     line."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 256
     """Tokens per sequence."""
     add_special_tokens: bool = False

@@ -1,4 +1,4 @@
-"""Documents of text from files, folders, saved datasets or the Hugging Face hub.
+"""Documents of text from files, folders, saved datasets or the Hugging Face Hub.
 
 Plain text, JSON and tables on disk are read by onescan and not by the datasets library. The library
 does not report the file and line of an error, cannot skip a damaged document and count it, and
@@ -219,7 +219,7 @@ class TextSource:
 
 
 def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSource:
-    """Find text on disk, else on the Hugging Face hub.
+    """Find text on disk, else on the Hugging Face Hub.
 
     Args:
         path: File, folder, or name of a hub dataset.
@@ -234,7 +234,7 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
     if not location.exists():
         if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
-        problem = "is not on disk, nor on the Hugging Face hub"
+        problem = "is not on disk and cannot be read from the Hugging Face Hub"
         with _loading(path, field, problem) as datasets, without_retries(datasets.config):
             names = datasets.get_dataset_split_names(path, query.name)
         splits = {split: partial(_open_hub, path, split, query, field) for split in names}
