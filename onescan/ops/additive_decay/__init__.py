@@ -98,9 +98,9 @@ def additive_decay(
         leak: Rate at which weights decay with distance, finite and at least 0, [H] or [H, K]. The
             query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t, so
             weights halve every ln(2) / leak tokens. Masked tokens do not count. Rates above 1e5
-            act like 1e5, where each token reads only itself. Requires causal=True and runs only on
-            the backend "torch". States of calls with a leak cannot be merged. None disables the
-            leak, as in the paper.
+            act like 1e5, where each token reads only itself. Requires causal=True, computes in
+            float64 and runs only on the backend "torch". States of calls with a leak cannot be
+            merged. None disables the leak, as in the paper.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and

@@ -9,8 +9,10 @@ shifted by leak n_t, they obey the recurrence without a leak:
     k'_t = k_t + leak n_t,    z'_t = z_t + leak n_t = logaddexp(z'_{t-1}, k'_t)
 
 Forms therefore receive k', and the shift is subtracted from the log-normalizer of the last state.
-Because k' grows with the number of tokens, it is float64, whose spacing is 1e-12 near 1e4. Forms
-convert only differences of logits and normalizers to float32.
+
+Calls with a leak compute in float64. The gradient of the leak is the sum of n_t times the gradient
+of k'_t, in which large numbers cancel: in float32, at a half-life of one token among 2,048 tokens,
+its relative error would be 400 times that of the recurrence.
 
 Rates are limited to `MAX_LEAK`, which is exact: at this rate, each token reads only itself, or the
 last token before it that has a weight, unless logits differ by 1e5.
