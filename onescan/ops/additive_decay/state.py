@@ -36,10 +36,9 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Blocks are of one size, or have `bounds`, the begin and end of the block of each token. Forms in
-    plain torch receive them in one dtype, with `keep` already applied to k and v. With a leak, k
-    includes it and is float64; see `onescan.ops.additive_decay.leak`. Only bidirectional calls read
-    `ranks`; others receive the state of earlier ranks, and the `table` of cosines and sines,
-    [T, H, 2, K], if it was computed for that state.
+    plain torch receive them in one dtype, with `keep` and the leak already applied. Only
+    bidirectional calls read `ranks`; others receive the state of earlier ranks, and the `table` of
+    cosines and sines, [T, H, 2, K], if it was computed for that state.
     """
 
     q: Queries
