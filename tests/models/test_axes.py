@@ -133,9 +133,9 @@ def test_denoisers_of_any_axes_sample_through_diffusers(sizes, tmp_path):
     assert images.shape == (2, 1, *sizes["image_size"])
     seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     assert torch.equal(load_pretrained(tmp_path)(**options, generator=seeds).images, images)
-    with pytest.raises(ValueError, match=f"'pil', but the model has {images.ndim - 2} axes"):
+    with pytest.raises(ValueError, match=f"'pil', but the model has {images.ndim - 2} ax"):
         pipe(class_labels=[0])
-    with pytest.raises(ValueError, match="height is 8 and width is None, but the model has"):
+    with pytest.raises(ValueError, match="height is 8 and width is None, expected None for both"):
         pipe(class_labels=[0], output_type="pt", height=8)
 
 

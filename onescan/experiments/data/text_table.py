@@ -109,7 +109,7 @@ def _cell(row: Row, column: str, field: str) -> Any:
         names = ", ".join(map(str, row.cells)) or "none"
         raise _MissingColumnError(
             f"{field} is {column!r}, but {row.location}, has no such column; available: {names} "
-            f"({field} selects it); {HEADER}"
+            f"({field} selects one); {HEADER}"
         )
     return row.cells[column]
 

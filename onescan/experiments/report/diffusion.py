@@ -57,7 +57,7 @@ LEAST_SHARE = 1e-4  # smaller shares are not written out
 Lags = Int[np.ndarray, " lags"]  # tokens back; negative ones lie ahead
 PerBlock = Float[np.ndarray, "blocks H"]
 Curves = Float[np.ndarray, "H lags"]
-Weights = Float[np.ndarray, "blocks H lags"]
+Weights = Float[np.ndarray, "blocks H all_lags"]
 Influence = Float[np.ndarray, "blocks H _"]  # each line has its own number of tokens
 Extent = Int[np.ndarray, "blocks H directions"]  # back, ahead
 

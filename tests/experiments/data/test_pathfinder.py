@@ -224,7 +224,7 @@ def test_published_folders_are_read(published, caplog):
 def test_malformed_metadata_is_rejected_with_file_and_line(published, line):
     with (published / "metadata/2.npy").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match=rf"2\.npy, line 3: '{line}'"):
+    with pytest.raises(ValueError, match=rf"2\.npy, line 3 is '{line}'"):
         PathfinderFolder(published)
     np.save(published / "metadata/2.npy", np.array([["imgs/2", "sample_0.png", "0", "1"]]))
     with pytest.raises(ValueError, match=r"2\.npy is not text"):

@@ -125,7 +125,7 @@ def is_unicode(text: str) -> bool:
 def missing_column(column: str, columns: Iterable[str]) -> str:
     """Return the message for a column that does not exist."""
     names = ", ".join(columns) or "none"
-    return f"there is no column {column!r}, expected one of: {names} (text_column selects it)"
+    return f"there is no column {column!r}, expected one of: {names} (text_column selects one)"
 
 
 # Each document or row comes with the mark of the position after it.
