@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow check lint types compile gpu check-kernels integrations bench format docs links \
-	known-python new-venv new-kernels-venv new-docs-venv new-integrations-venv
+	check-python new-venv new-kernels-venv new-docs-venv new-integrations-venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,8 +25,8 @@ demo: $(INSTALLED)  ## train on handwritten digits with three seeds
 test: $(INSTALLED)  ## run the fast tests and doctests, with shapes checked in every call
 	$(BIN)/python -m pytest -m "not compile and not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
 
-# Without shape checks, which take a third of the time; the fast tests have them.
-test-slow: $(INSTALLED)  ## run the tests that take minutes: killed runs, several processes, kernels, all options
+# Shape checks take a third of the time, and the fast tests have them, so these tests run without.
+test-slow: $(INSTALLED)  ## run the slow tests: killed runs, several processes, kernels, all options
 	$(BIN)/python -m pytest -m "slow and not compile and not gpu" --jaxtyping-packages= \
 		-n auto --maxprocesses 8 --dist worksteal tests
 
@@ -39,12 +39,12 @@ types: $(INSTALLED)  ## check static types
 	$(BIN)/mypy
 
 # Dynamo refuses functions that jaxtyping's hook has wrapped, so these run without it.
-compile: $(INSTALLED)  ## run the tests of torch.compile and of more exports, without shape checks
+compile: $(INSTALLED)  ## run the tests of torch.compile and more export tests, without shape checks
 	$(BIN)/python -m pytest -m compile -o addopts="--strict-markers"
 
 # An environment that has onescan's dependencies, torch and pytest is used as it is: a machine with a
 # GPU may have no network, and its own torch. It fails without a GPU, because skipped tests would look
-# like a pass. GPU_TESTS=all adds other widths of heads and all tests.
+# like a pass. GPU_TESTS=all adds other head widths and all tests.
 HAS_ALL := import onescan, pytest, torch, triton
 GPU_PYTHON := $(shell $(PYTHON) -c '$(HAS_ALL)' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))  ## check every kernel on a GPU
@@ -53,9 +53,9 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))  ## check every ke
 check-kernels: $(KERNELS)/.installed  ## compile every kernel for seven GPUs, without one
 	PYTHONPATH=. $(KERNELS)/bin/python benchmarks/check_kernels.py
 
-# An environment of its own, because timm needs torchvision, which fits another torch than the one in
-# .venv. From PyPI, torch includes several GB of GPU libraries on Linux; PIP_EXTRA_INDEX_URL or
-# PIP_FIND_LINKS can name a source of CPU builds.
+# A separate environment, because timm needs torchvision, which needs a different version of torch
+# from the one in .venv. From PyPI, torch includes several GB of GPU libraries on Linux;
+# PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name a source of CPU builds.
 integrations: $(INTEGRATIONS)/.installed  ## run the tests that need timm, PEFT, TRL and others, in .venv-integrations
 	$(INTEGRATIONS)/bin/python -m pytest -m integrations \
 		$$(grep -rl mark.integrations tests --include='test_*.py')
@@ -129,19 +129,19 @@ $(KERNELS)/.installed:
 	$(KERNELS)/bin/python -m pip install triton==$(TRITON)
 	@touch $@
 
-new-venv: known-python
+new-venv: check-python
 	$(PYTHON) -m venv --clear $(VENV)
 
-new-kernels-venv: known-python
+new-kernels-venv: check-python
 	$(PYTHON) -m venv --clear $(KERNELS)
 
-new-docs-venv: known-python
+new-docs-venv: check-python
 	$(PYTHON) -m venv --clear $(DOCS)
 
-new-integrations-venv: known-python
+new-integrations-venv: check-python
 	$(PYTHON) -m venv --clear $(INTEGRATIONS)
 
-known-python:
+check-python:
 	@$(PYTHON) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "onescan needs Python 3.11 or newer with the venv module; '$(PYTHON)' is" \
 			"$$($(PYTHON) --version 2>&1). Choose another Python, as in" \

@@ -27,7 +27,7 @@ def count_tokens(address, seed, new_tokens):
 
 
 def tokens_per_second(address, clients, requests, new_tokens):
-    """Return the rate over some requests, of which as many as there are clients run at a time."""
+    """Return the rate over a number of requests, of which `clients` run at the same time."""
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
         seeds = range(requests)

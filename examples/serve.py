@@ -25,8 +25,8 @@ from onescan.models.causal_lm import Sampling
 from onescan.models.continuous_batch import BatchWorker, ContinuousBatch
 
 MAX_BYTES = 2**16  # of a request
-MAX_READ = 2**20  # bytes of a larger one to read, so that its client reads the reply
-MAX_DIGITS = 15  # of a whole number
+MAX_READ = 2**20  # bytes to read of a larger request, so that its client receives the reply
+MAX_DIGITS = 15  # of an integer
 READ_S = 30  # seconds to receive a whole request
 MAX_READING = 128  # connections whose request is incomplete
 BUSY = b"HTTP/1.0 503 Service Unavailable\r\n\r\ntoo many connections are open; try again\n"
@@ -82,7 +82,7 @@ class Server(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RD)
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exception(), OSError):  # the client has disconnected
+        if not isinstance(sys.exception(), OSError):  # raised if the client has disconnected
             super().handle_error(request, client_address)
 
 
@@ -168,10 +168,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def parse_int(text):
-    """Convert a whole number of JSON, of which torch accepts only those of 64 bits."""
+    """Convert a JSON integer; torch accepts only 64-bit integers."""
     if len(text) > MAX_DIGITS:
         raise ValueError(
-            f"the body has a number of {len(text)} digits, expected at most {MAX_DIGITS}"
+            f"the body has an integer with {len(text)} digits, expected at most {MAX_DIGITS}"
         )
     return int(text)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onescan.messages import named_type, unknown_choice
+from onescan.messages import named_type, plural, unknown_choice
 
 MAX_MESSAGE = 300  # characters
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"  # of a model or dataset
@@ -144,7 +144,7 @@ def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> No
 
     >>> check_token_ids(torch.tensor([[3, 7]]), vocab_size=5)
     Traceback (most recent call last):
-    ValueError: tokens hold the ids 3 to 7, expected 0 to 4
+    ValueError: tokens contains ids from 3 to 7, expected 0 to 4
     """
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{name} is {named_type(tokens)}, expected a tensor")
@@ -152,10 +152,10 @@ def check_token_ids(tokens: Any, vocab_size: int, *, name: str = "tokens") -> No
         raise ValueError(f"{name} has dtype {tokens.dtype}, expected torch.int64")
     if not tokens.numel() or not can_look_at_values(tokens):
         return
-    low, high = torch.aminmax(tokens)
+    low, high = (bound.item() for bound in torch.aminmax(tokens))
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{name} hold the ids {low.item()} to {high.item()}, expected 0 to {vocab_size - 1}"
+            f"{name} contains ids from {low} to {high}, expected 0 to {vocab_size - 1}"
         )
 
 
@@ -171,7 +171,8 @@ def as_grid_shape(shape: Any, *, name: str = "shape") -> tuple[int, ...]:
     sizes: Any = shape if isinstance(shape, list | tuple) else ()
     whole = all(isinstance(n, (*INTEGERS, Integral)) for n in sizes)
     if not (sizes and whole and all(n > 0 for n in sizes)):
-        shown = named_type(shape) if hasattr(shape, "ndim") else repr(shape)  # a tensor, not long
+        # Name the type of a tensor or array instead of printing its values.
+        shown = named_type(shape) if hasattr(shape, "ndim") else repr(shape)
         raise ValueError(f"{name} is {shown}, expected one positive whole number per axis")
     # NumPy's integers become Python's, but SymInt must stay symbolic.
     converted: list[Any] = [n if isinstance(n, INTEGERS) else int(n) for n in sizes]
@@ -187,7 +188,9 @@ def check_devices(**tensors: Any) -> None:
     first, device = next(iter(given.items()))
     for name, other in given.items():
         if other != device:
-            raise ValueError(f"{name} is on {other} and {first} on {device}, expected one device")
+            raise ValueError(
+                f"{name} is on {other} and {first} on {device}, expected the same device"
+            )
 
 
 def is_known(length: Any) -> bool:
@@ -243,7 +246,8 @@ def check_no_nan(*results: Tensor, **arguments: Tensor | None) -> None:
         for name, tensor in arguments.items():
             count = 0 if tensor is None else int(holds(tensor.detach()).sum())
             if tensor is not None and count:
-                raise NotFiniteError(f"{name} holds {count} {what} of {tensor.numel()} values")
+                values = plural(count, f"{what} value")
+                raise NotFiniteError(f"{name} holds {values} out of {tensor.numel():,}")
 
 
 def check_log_decay(log_decay: Tensor) -> None:
@@ -251,7 +255,7 @@ def check_log_decay(log_decay: Tensor) -> None:
 
     >>> check_log_decay(torch.tensor([-1.0, 0.5]))
     Traceback (most recent call last):
-    ValueError: log_decay reaches 0.5, expected at most 0, a decay of 1
+    ValueError: log_decay reaches 0.5, expected at most 0 (a decay factor of 1)
     """
     if not can_look_at_values(log_decay) or not log_decay.numel():
         return
@@ -259,7 +263,9 @@ def check_log_decay(log_decay: Tensor) -> None:
     if highest != highest:
         check_no_nan(log_decay, log_decay=log_decay)
     if highest > 0:
-        raise ValueError(f"log_decay reaches {highest:.6g}, expected at most 0, a decay of 1")
+        raise ValueError(
+            f"log_decay reaches {highest:.6g}, expected at most 0 (a decay factor of 1)"
+        )
 
 
 def unpack_states(state: Any, kind: type, *, causal: bool) -> tuple[Any, Any]:

@@ -37,9 +37,10 @@ OTHER_NAMES = {
     "drop_path_rate": "drop_path",
 }
 
-# For configs from before 0.20: classes with a field `causal`, and activations of boolean gates
-CAUSAL_BEFORE = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
-GATED_BEFORE = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}
+# For configs from before 0.20: classes with a field `causal`, and the activation of classes whose
+# field `gate` was a bool
+LEGACY_CAUSAL = ("LightNetMixerConfig", "SoftmaxMixerConfig", "LinearDiffusionMixerConfig")
+LEGACY_GATES = {"LightNetMixerConfig": "sigmoid", "MambaMixerConfig": "silu"}
 
 INT64_LIMIT = 2**63  # larger integers cannot be stored in tensors or used as indices
 
@@ -73,8 +74,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[ConfigT], data: Mapping[str, Any]) -> ConfigT:
     """Build a config of class `cls` from the output of `to_dict`.
 
-    Missing fields take their defaults. An int is accepted for a float, a list for a tuple, and
-    fields that earlier versions stored for today's.
+    Missing fields take their defaults. An int is accepted for a float, and a list for a tuple.
+    Fields that earlier versions stored are converted to the current ones.
 
     Raises:
         ValueError: If a field is unknown or missing, a value has the wrong type, or a "type" is not
@@ -96,12 +97,12 @@ def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
     data = to_dict(config)
     for dotted, value in changes.items():
         *above, name = dotted.split(".")
-        place = data
+        fields = data
         for part in above:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise ValueError(f"{dotted}: {part} is {place!r}, it has no field {name!r}")
-        place[name] = _plain(value, None, dotted)
+            fields = fields.setdefault(part, {})
+            if not isinstance(fields, dict):
+                raise ValueError(f"{dotted}: {part} is {fields!r}, which has no field {name!r}")
+        fields[name] = _plain(value, None, dotted)
     return from_dict(type(config), data)
 
 
@@ -113,13 +114,12 @@ def check_types(config: Any, path: str = "") -> None:
     """
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value, declared, place = getattr(config, field.name), hints[field.name], field.name
+        value, declared = getattr(config, field.name), hints[field.name]
+        name = _join(path, field.name)
         if not any(_has_type(value, member) for member in _members(declared)):
-            raise ValueError(
-                f"{_join(path, place)} is {reprlib.repr(value)}, expected {_expected(declared)}"
-            )
+            raise ValueError(f"{name} is {reprlib.repr(value)}, expected {_expected(declared)}")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            check_types(value, _join(path, place))
+            check_types(value, name)
 
 
 def differences(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
@@ -197,12 +197,12 @@ def _unknown(name: Any) -> str:
         return "is missing"
     return (
         f"{name!r} is not an imported class: import the file that defines it first "
-        "(commands that load a run do with --import FILE.py)"
+        "(on the command line, with --import FILE.py)"
     )
 
 
 def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
-    data = _translated(cls.__name__, data)
+    data = _upgraded(cls.__name__, data)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     _check_names([name for name in data if name != "type"], fields, path)
     hints, values = get_type_hints(cls), {}
@@ -214,17 +214,17 @@ def _load_fields(cls: Any, data: Mapping[str, Any], path: str) -> Any:
     return cls(**values)
 
 
-def _translated(name: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a class, with those of earlier versions in today's vocabulary.
+def _upgraded(name: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a class, with those of earlier versions converted to the current ones.
 
-    >>> _translated("SoftmaxMixerConfig", {"causal": True})
+    >>> _upgraded("SoftmaxMixerConfig", {"causal": True})
     {'direction': 'forward'}
     """
     fields = dict(data)
-    if name in CAUSAL_BEFORE and isinstance(fields.get("causal"), bool) and "direction" not in data:
+    if name in LEGACY_CAUSAL and isinstance(fields.get("causal"), bool) and "direction" not in data:
         fields["direction"] = "forward" if fields.pop("causal") else "both"
-    if name in GATED_BEFORE and isinstance(fields.get("gate"), bool):
-        activation = fields.pop("gate_activation", GATED_BEFORE[name])
+    if name in LEGACY_GATES and isinstance(fields.get("gate"), bool):
+        activation = fields.pop("gate_activation", LEGACY_GATES[name])
         fields["gate"] = activation if fields["gate"] else "none"
     return fields
 
@@ -288,7 +288,7 @@ def _members(declared: Any) -> tuple[Any, ...]:
 def _family(cls: Any) -> Iterator[type]:
     """Yield the config classes that are instances of `cls`: itself and subclasses, if concrete."""
     if not isinstance(cls, type) or cls.__module__ == "builtins":
-        return  # some libraries define dataclasses that are strings
+        return  # some libraries define dataclasses that subclass str
     if dataclasses.is_dataclass(cls) and not inspect.isabstract(cls):
         yield cls
     for subclass in type.__subclasses__(cls):

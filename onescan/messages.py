@@ -72,7 +72,9 @@ def with_article(name: str) -> str:
 
 
 def expected_model(value: object, expected: str) -> ValueError:
-    """Return the error for an argument model of another type, such as what `onescan.load` returns.
+    """Return the error for an argument ``model`` of the wrong type.
+
+    For a path, or the result of `onescan.load`, it says how to get the model.
 
     >>> expected_model("runs/digits/seed-0", "a Denoiser")
     ValueError('model is a str, expected a Denoiser; pass onescan.load(path).model')

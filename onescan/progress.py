@@ -21,10 +21,10 @@ def progress_bar(total: int | None, *, leave: bool = True, **options: Any) -> "t
         options |= {
             "file": _Lines(),
             "mininterval": LOG_INTERVAL_S,
-            "miniters": 1,  # looks at the clock at each update
+            "miniters": 1,  # check the time at each update
             "delay": 0 if leave else LOG_INTERVAL_S,
-            "position": 0,  # without moves of the cursor
-            "ncols": 0,  # numbers alone
+            "position": 0,  # do not move the cursor
+            "ncols": 0,  # only numbers, without the bar
         }
     return tqdm(total=total, leave=leave, **options)
 

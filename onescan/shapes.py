@@ -97,8 +97,9 @@ class Grid(NamedTuple):
 
     Attributes:
         shape: Number of tokens along each axis: (T,) for texts, (height, width) for images.
-        prefix: Number of tokens before the grid, such as a class token. They lie at no place of the
-            grid: position encodings skip them, and `tokens[:, prefix:]` are those of the grid.
+        prefix: Number of tokens before the grid, such as a class token. They have no position
+            in the grid: position encodings skip them, and `tokens[:, prefix:]` are those of the
+            grid.
 
     >>> Grid(shape=(14, 14), prefix=1).tokens
     197

@@ -25,7 +25,7 @@ def save_generation_state(path: str | Path, state: Any, model: CausalLM) -> None
         ValueError: If an argument is of another type, such as swapped arguments.
     """
     if not isinstance(path, str | Path):
-        raise ValueError(f"path is {named_type(path)}, expected a path")
+        raise ValueError(f"path is {named_type(path)}, expected a str or Path")
     if not isinstance(model, CausalLM):
         raise ValueError(f"model is {named_type(model)}, expected a CausalLM")
     tensors = {name: tensor.detach().cpu() for name, tensor in flatten_state(state).items()}
@@ -42,10 +42,10 @@ def load_generation_state(path: str | Path, model: CausalLM) -> Any:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no state in {path}")
+        raise FileNotFoundError(f"there is no file {path}")
     tensors, notes = read_weights(path)
     if not isinstance(notes.get("model"), dict):
-        raise ValueError(f"{path} holds no state")
+        raise ValueError(f"{path} holds no generation state")
     saved_config = configs.from_dict(type(model.config), notes["model"])
     for where, saved, expected in configs.differences(saved_config, model.config):
         raise ValueError(

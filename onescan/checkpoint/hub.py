@@ -28,10 +28,10 @@ def is_hub_name(name: Any) -> bool:
 
 @contextmanager
 def without_retries(*configs: Any) -> Iterator[None]:
-    """Use only the hub's cache if its name cannot be resolved, instead of trying for 30 seconds.
+    """Use only the cache if the hub's host name cannot be resolved, instead of retrying for 30 s.
 
     Args:
-        configs: Modules of other libraries that have a setting HF_HUB_OFFLINE, too.
+        configs: Further modules with a setting HF_HUB_OFFLINE, such as ``datasets.config``.
     """
     from huggingface_hub import constants
 

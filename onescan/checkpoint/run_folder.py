@@ -74,7 +74,7 @@ def is_linearized(folder: Path) -> bool:
 def linearized_error(folder: Path) -> ValueError:
     """Return the error for a folder written by `save_linearized`, where a run is expected."""
     return ValueError(
-        f"{folder} holds a linearized model of transformers, which onescan's commands do not read: "
+        f"{folder} holds a linearized transformers model, which onescan's commands do not read: "
         "load it with load_linearized of onescan.integrations.transformers or, after `import "
         "onescan.integrations.transformers`, with transformers' Auto classes and pipelines"
     )
@@ -110,12 +110,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise linearized_error(folder)
     if isinstance(data, dict) and str(data.get("model_type")).startswith(NATIVE):
         names = data.get("architectures")
-        kind = names[0] if isinstance(names, list) and names else "its class"
+        of_class = f"{names[0]}." if isinstance(names, list) and names else ""
         raise ValueError(
             f"{folder} holds a model of onescan in transformers' format, expected a run: in "
-            f"Python, load it with {kind}.from_pretrained of onescan.integrations.transformers; "
-            "its to_onescan() returns the native model, and save_pretrained of that model writes a "
-            "run"
+            f"Python, load it with {of_class}from_pretrained of onescan.integrations.transformers, "
+            "get the native model with to_onescan(), and write a run with its save_pretrained"
         )
     if not (isinstance(data, dict) and isinstance(data.get("onescan"), str)):
         raise ValueError(f"{folder} holds no run: its {CONFIG} was not written by onescan")

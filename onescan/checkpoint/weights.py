@@ -27,7 +27,9 @@ MARK = rb"\"sha256\": \""  # escaped, because the notes are a JSON string in the
 ZEROS = "0" * 64
 MAX_HEADER = 100_000_000  # bytes, as safetensors allows
 REMEDY = "restore it from a backup"
-REWRITE = f"{REMEDY}, or remove it and run the command that wrote it again"  # not of the best
+REWRITE = (
+    f"{REMEDY}, or remove it and run the command that wrote it again"  # not for best.safetensors
+)
 WRITTEN = {  # why a file may be missing
     WEIGHTS: "no checkpoint has been saved there",
     BEST: "training writes it at the first evaluation",

@@ -152,7 +152,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _is_raised_by_onescan(error: BaseException) -> bool:
-    """Whether a statement ``raise`` of this package raised the error.
+    """Whether a ``raise`` statement of this package raised the error.
 
     Errors of Python and torch, and of code outside of the package, are programming errors.
     """

@@ -24,8 +24,8 @@ def convert(argv: Argv) -> None:
         """Folder with config.json and safetensors files, safetensors file, or hub name; with --to,
         a run, or the folder or hub name of another native model."""
         out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-        """Output folder: of an image classifier for predict, of a language model for generate and
-        fill, of a denoiser for sample."""
+        """Output folder. predict reads that of an image classifier, generate or fill that of a
+        language model, and sample that of a denoiser."""
         to: Literal["onescan", "transformers", "diffusers"] = "onescan"
         """Library to convert to. Native models become a ViT, DeiT, GPT-2 or BERT of transformers
         or a DiT of diffusers if they have that architecture, and otherwise a class of onescan for
@@ -37,8 +37,8 @@ def convert(argv: Argv) -> None:
 
     if "--to=onnx" in argv or ("--to", "onnx") in pairwise(argv):
         raise ValueError(
-            "to is 'onnx', which is not a library of models; in Python, export_onnx of "
-            "onescan.integrations.export writes ONNX files"
+            "to is 'onnx', expected 'onescan', 'transformers' or 'diffusers'; in Python, "
+            "export_onnx of onescan.integrations.export writes ONNX files"
         )
     options = parse(Options, convert, argv)
     from onescan.experiments.training.convert import convert as convert_weights

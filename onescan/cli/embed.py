@@ -71,7 +71,7 @@ def embed(argv: Argv) -> None:
         """Texts or images per batch; affects memory, and results only by rounding."""
         text_column: str | None = None
         """Column of tables that contains the texts; by default that of the training data, or text.
-        Only for models of texts."""
+        Only for text models."""
         device: Device = "auto"
         compute: Compute
         imports: Imports = ()
@@ -136,7 +136,7 @@ def _load(name: str) -> "Source":
 
 
 def _text_column(source: "Source") -> str:
-    """Return the column of the texts in the training data, if it is known."""
+    """Return the column of the texts in the training data; "text" if it is not known."""
     return (
         "text" if isinstance(source, tuple) else data_setting(source, "text_column", default="text")
     )
@@ -158,7 +158,7 @@ def _text_vectors(
             f"{encoder.length} tokens that the model reads and {verb} truncated",
             file=sys.stderr,
         )
-    return [each.place for each in texts], [embed_sequences(model, sequences, **settings)]
+    return [each.name for each in texts], [embed_sequences(model, sequences, **settings)]
 
 
 def _examples(

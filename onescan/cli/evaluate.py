@@ -80,15 +80,16 @@ def _kind_of_evaluation(options: Any) -> Callable[[Any], None]:
     for name in [name for name in kinds if name not in given]:
         config = getattr(options, name)
         for field, value, _ in differences(config, type(config)()):
-            raise ValueError(f"{field} is {str(value)!r}, but requires --{name}")
+            shown = value if isinstance(value, int | float) else repr(str(value))
+            raise ValueError(f"{field} is {shown}, which requires --{name}")
     for name in ("workers", "split"):
         if given and getattr(options, name) is not None:
             value = getattr(options, name)
-            raise ValueError(f"{name} is {value}, but is not supported with --{given[0]}")
+            raise ValueError(f"{name} is {value}, which is not supported with --{given[0]}")
     if not given and options.out is not None:
-        raise ValueError(f"out is '{options.out}', but requires --lengths, --tasks or --samples")
+        raise ValueError(f"out is '{options.out}', which requires --lengths, --tasks or --samples")
     if options.batch_size is not None and given not in (["tasks"], ["samples"]):
-        raise ValueError(f"batch_size is {options.batch_size}, but requires --tasks or --samples")
+        raise ValueError(f"batch_size is {options.batch_size}, which requires --tasks or --samples")
     return kinds[given[0]] if given else _evaluate_run
 
 

@@ -21,8 +21,8 @@ def forecast_rows(
     """Forecast the series in a file, print a line for each, and return a row per step.
 
     The columns of a row are path, series, step (from 1), time (empty if the file has no times),
-    forecast (the median), and the quantiles, such as q0.1. Numbers that are not known are None,
-    because no value of the context is observed.
+    forecast (the median), and the quantiles, such as q0.1. Forecasts are None if no value of the
+    context is observed.
 
     Args:
         model: Model in evaluation mode.

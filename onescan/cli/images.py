@@ -150,9 +150,9 @@ def encode(argv: Argv) -> None:
         )
     for note in notes.notes:
         print(printable(f"note: {note}"), file=sys.stderr)
-    form, shards = notes.format, notes.shards
+    latents, shards = notes.format, notes.shards
     train, test = (sum(sizes) for sizes in (shards.train, shards.test)) if shards else (0, 0)
     echo(
         f"{options.out}: {train:,} training and {test:,} test images, "
-        f"as latents of {form.channels} x {form.height} x {form.width}"
+        f"as latents of {latents.channels} x {latents.height} x {latents.width}"
     )

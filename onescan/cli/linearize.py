@@ -47,7 +47,7 @@ def linearize(argv: Argv) -> None:
     names = [field.name for field in fields(LinearizeConfig)]
     config = LinearizeConfig(**{name: getattr(options, name) for name in names})
     with ExitStack() as stack:
-        stack.enter_context(_own_names())
+        stack.enter_context(_renamed_options())
         device = choose_device(options.device, Ranks())
 
         @cache
@@ -69,7 +69,7 @@ def linearize(argv: Argv) -> None:
         echo(f"data: {note}")
     kept = f", softmax attention in {plural(len(done.kept), 'layer')}" if done.kept else ""
     if options.softmax_every is not None and not done.kept:
-        kept = f", softmax attention in none: softmax_every is {options.softmax_every}"
+        kept = f", softmax attention in no layer (softmax_every is {options.softmax_every})"
     echo(f"linear attention ({options.kind}) in {plural(len(done.replaced), 'layer')}{kept}")
     for name, before in outcome.original.items():
         values = [metric_value(name, x) for x in (before, outcome.linear[name])]
@@ -82,8 +82,8 @@ def linearize(argv: Argv) -> None:
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
-    """Name the options of this command in errors, instead of those of onescan train."""
+def _renamed_options() -> Iterator[None]:
+    """Replace the options of ``onescan train`` in error messages by those of this command."""
     names = "|".join(field.name for field in fields(LinearizeConfig)) + "|device"
     names += "|" + names.replace("_", "-")
     try:

@@ -76,7 +76,7 @@ def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
     for path in inputs:
         maps = []
         for row, outputs in enumerate(_maps_of_arrays(checkpoint, path)):
-            predicted = _positions(outputs, checkpoint.target)
+            predicted = _predicted_map(outputs, checkpoint.target)
             echo(f"{printable(path)}[{row}]: {_summary(predicted, checkpoint)}")
             if out is not None:
                 maps.append(_stored(predicted, checkpoint.target))
@@ -125,7 +125,7 @@ def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
         raise ValueError(f"the model reads arrays (.npz or .npy files), not '{inputs[0]}'")
 
     def predict(file: Path) -> tuple[str, Write]:
-        predicted = _positions(predict_file(checkpoint, file), checkpoint.target)
+        predicted = _predicted_map(predict_file(checkpoint, file), checkpoint.target)
         return _summary(predicted, checkpoint), lambda target: map_picture(predicted).save(
             target, format="PNG"
         )
@@ -143,7 +143,7 @@ def _predict_volumes(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path 
 
     def predict(file: Path) -> tuple[str, Write]:
         volume = open_volume(file)
-        classes = _positions(predict_volume(checkpoint, volume), checkpoint.target)
+        classes = _predicted_map(predict_volume(checkpoint, volume), checkpoint.target)
         summary = _summary(classes, checkpoint, volume.voxel_ml)
         return summary, lambda target: target.write_bytes(volume_bytes(volume, classes))
 
@@ -205,7 +205,11 @@ def _volumes_at(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 def _targets(
     files: Sequence[tuple[Path, bool]], out: Path, name: Callable[[Path], str]
 ) -> dict[Path, Path]:
-    """Return the file to write for each input, which must be neither the input nor another's."""
+    """Return the file to write for each input.
+
+    Raises:
+        ValueError: If it is the input itself, or the same for two inputs.
+    """
     inputs: dict[Path, Path] = {}
     for file, _ in files:
         target = out / name(file)
@@ -215,14 +219,14 @@ def _targets(
             )
         if target in inputs:
             raise ValueError(
-                f"{file} and {inputs[target]} have the same name, expected different names for "
-                f"{target}"
+                f"{inputs[target]} and {file} would both be written to {target}, expected inputs "
+                "with different names"
             )
         inputs[target] = file
     return {file: target for target, file in inputs.items()}
 
 
-def _positions(outputs: "Tensor", target: "Target") -> "Tensor":
+def _predicted_map(outputs: "Tensor", target: "Target") -> "Tensor":
     """Return the class [*sides] of each position, or the values [values, *sides]."""
     return outputs.argmax(dim=0) if target.kind == "class_map" else outputs
 
@@ -251,7 +255,7 @@ def _summary(predicted: "Tensor", checkpoint: "Checkpoint", voxel_ml: float | No
 
 
 def _stacked(maps: Sequence[Any]) -> Any:
-    """Stack arrays; those of different sizes are completed with 0, or NaN if they hold values."""
+    """Stack arrays. Smaller ones are padded: classes with 0, and values with NaN."""
     import numpy as np
 
     shape = np.max([array.shape for array in maps], axis=0)
@@ -264,7 +268,7 @@ def _stacked(maps: Sequence[Any]) -> Any:
 
 
 def _stored(predicted: "Tensor", target: "Target") -> Any:
-    """Return a map as an array: the smallest type of classes; one value without its axis."""
+    """Return a map as an array: classes in the smallest type, a single value without its axis."""
     if target.kind == "class_map":
         return predicted.numpy().astype("uint8" if int(predicted.max()) < PNG_CLASSES else "uint16")
     values = predicted.movedim(0, -1).numpy()

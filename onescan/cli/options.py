@@ -36,7 +36,7 @@ RESUME = "run the same command again to resume"
 COMMAND = r"(onescan|torchrun|pip) "  # first word of a paragraph of commands
 UNESCAPED = "\n\t"  # control characters that are printed unchanged
 
-# commands for models that others do not read
+# class of a model -> the command to use it with, if `onescan predict` does not support it
 COMMANDS_BY_MODEL = {"CausalLM": "generate", "MaskedLM": "fill", "Denoiser": "sample"}
 
 OptionsT = TypeVar("OptionsT")
@@ -180,8 +180,8 @@ def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> Construc
     """
     registry, is_nested = ConstructorRegistry(), False
 
-    def tyros(get_spec: Callable[[Any], Any], info: Any) -> Any:
-        """Return what tyro's own rules make of a type; None where they ask ours again."""
+    def by_tyro(get_spec: Callable[[Any], Any], info: Any) -> Any:
+        """Return the result of tyro's own rules for a type; None while these rules call ours."""
         nonlocal is_nested
         if is_nested:
             return None
@@ -193,7 +193,7 @@ def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> Construc
 
     @registry.primitive_rule
     def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        spec = tyros(ConstructorRegistry.get_primitive_spec, info)
+        spec = by_tyro(ConstructorRegistry.get_primitive_spec, info)
         if not isinstance(spec, PrimitiveConstructorSpec):
             return None
 
@@ -210,7 +210,7 @@ def _rules(shown: Collection[str] | None, inferred: Collection[str]) -> Construc
     def _(info: StructTypeInfo) -> StructConstructorSpec | None:
         if not dataclasses.is_dataclass(info.type):
             return None
-        spec = tyros(ConstructorRegistry.get_struct_spec, info)
+        spec = by_tyro(ConstructorRegistry.get_struct_spec, info)
         if not isinstance(spec, StructConstructorSpec):
             return None
 
@@ -345,9 +345,9 @@ def load_language_model(name: str, kind: str, device: str) -> "tuple[Any, Tokeni
 
     chosen = choose_device(device, Ranks())
     model, tokenizer = load(name)
-    if (found := type(model).__name__) != kind:
+    if (actual := type(model).__name__) != kind:
         raise ValueError(
             f"checkpoint {name!r} is {named_type(model)}, expected a {kind}; use `onescan "
-            f"{COMMANDS_BY_MODEL[found]}`"
+            f"{COMMANDS_BY_MODEL[actual]}`"
         )
     return model.to(chosen), tokenizer, chosen

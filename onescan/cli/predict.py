@@ -80,8 +80,8 @@ def predict(argv: Argv) -> None:
         """Number of classes to print per input. All labels and values are printed; for a map, the
         share of each class, or the range of each value."""
         text_column: str | None = None
-        """Column of the texts in tables; by default that of the training data. Only for models of
-        texts."""
+        """Column of the texts in tables; by default that of the training data. Only for text
+        models."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
         """Also write the predictions to a .csv or .json file. A model that predicts a class or
         values at each position writes a .npz or .npy file for arrays, or a folder of .png files for
@@ -146,7 +146,7 @@ def _check_out(out: str | None) -> None:
 
 
 def _described(prediction: Prediction, target: "Target") -> str:
-    """Return the line that shows a prediction; values with digits to a thousandth of their std.
+    """Return the line that shows a prediction; `rounded` formats values.
 
     >>> from onescan.inputs.targets import Target
     >>> target = Target(kind="value", mean=(0.0, 1e9), std=(1.0, 10.0))
@@ -167,7 +167,7 @@ def _described(prediction: Prediction, target: "Target") -> str:
 
 
 def rounded(value: float, std: float) -> str:
-    """Format a value with digits to a thousandth of its standard deviation.
+    """Format a value, rounded to about a thousandth of its standard deviation.
 
     >>> rounded(1234.5678, 10.0), rounded(0.0, 1.0)
     ('1234.57', '0')
@@ -181,12 +181,12 @@ def _grid_outputs(
 ) -> "Iterator[tuple[str, Tensor]]":
     """Yield the path of each image or the row of an array, and its probabilities or values.
 
-    Images in folders that cannot be read are skipped; messages on them are added to `unreadable`.
+    Unreadable images in folders are skipped, and messages about them are added to `unreadable`.
     """
     from onescan.experiments.tasks.image_classification import classify_arrays
     from onescan.inference.classification import classify
 
-    format: Any = checkpoint.format  # of arrays only if it is a GridFormat
+    format: Any = checkpoint.format  # arrays are only read if it is a GridFormat
     model, target = checkpoint.model, checkpoint.target
     return read_grids(
         checkpoint,
@@ -205,7 +205,7 @@ def _text_probabilities(
     Args:
         checkpoint: A text classifier.
         arguments: Texts, and files of texts.
-        unreadable: Messages on the lines and rows that cannot be read are added to it.
+        unreadable: List to which messages about unreadable lines and rows are added.
         column: Column of the texts in tables; None is that of the training data.
 
     Raises:
@@ -260,7 +260,7 @@ def _write(out: str | None, rows: Sequence[dict[str, object]], noun: str) -> Non
 
 
 def _write_rows(file: Path, suffix: str, rows: Sequence[dict[str, object]]) -> None:
-    """Write one or more rows with equal columns as .csv or .json, the suffix."""
+    """Write one or more rows with the same columns as .csv or .json, according to the suffix."""
     with file.open("w", encoding="utf-8", newline="") as stream:
         if suffix == ".json":
             json.dump(rows, stream, indent=1, ensure_ascii=False)

@@ -19,10 +19,10 @@ SettingT = TypeVar("SettingT")
 
 
 class GivenText(NamedTuple):
-    """A text, and its file and line, or the text again if it was an argument of the command."""
+    """A text and its name: its file and line, or the text itself if it is an argument."""
 
     text: str
-    place: str
+    name: str
 
 
 def read_grids(
@@ -107,13 +107,13 @@ def read_texts(arguments: Sequence[str], column: str, unreadable: list[str]) -> 
         path = Path(argument)
         has_lines = file_type(path) == LINE_FILE
         is_file_name = (is_table(path) or has_lines) and len(argument.split()) == 1
-        if argument.strip() and _is(Path.is_dir, argument):
+        if argument.strip() and _path_is(Path.is_dir, argument):
             raise ValueError(
                 f"{argument} is a folder, expected a text or a file of texts ({types}); to pass "
                 f"the text {argument!r} itself, write it to such a file"
             )
         check_unicode(f"inputs[{index}]", argument)
-        if is_file_name or _is(Path.is_file, argument):
+        if is_file_name or _path_is(Path.is_file, argument):
             if not (has_lines or is_table(path)):
                 raise ValueError(
                     f"{argument} is not a file of texts, expected a name ending in {types}"
@@ -122,7 +122,7 @@ def read_texts(arguments: Sequence[str], column: str, unreadable: list[str]) -> 
         elif argument.strip():
             texts.append(GivenText(argument, argument))
         else:
-            raise ValueError("inputs has an empty text")
+            raise ValueError("inputs contains an empty text")
     return texts
 
 
@@ -141,7 +141,7 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
         )
     for row in rows:
         try:
-            yield GivenText(read_text(row, column), row.place)
+            yield GivenText(read_text(row, column), row.location)
         except ValueError as error:
             unreadable.append(str(error))
 
@@ -154,14 +154,14 @@ def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Giv
         raise ValueError(f"there is no file {argument}")
     for document, _ in read_file(Path(argument), {}, column, "line"):
         if document.is_blank:
-            unreadable.append(f"{document.place}: the text is empty")
+            unreadable.append(f"{document.location}: the text is empty")
         elif document.fault:
             unreadable.append(document.message)
         else:
-            yield GivenText(document.text, document.place)
+            yield GivenText(document.text, document.location)
 
 
-def _is(kind: Callable[[Path], bool], argument: str) -> bool:
+def _path_is(kind: Callable[[Path], bool], argument: str) -> bool:
     """Return whether an argument is the path of a file or a folder."""
     with suppress(OSError, ValueError):  # for example, if a text is too long for a file name
         return kind(Path(argument))

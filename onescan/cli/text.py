@@ -123,7 +123,7 @@ def fill(argv: Argv) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Quote a token of punctuation, as those of white space already are.
+    """Quote a token of punctuation. Tokens of white space are already quoted.
 
     >>> _quoted("cat"), _quoted(","), _quoted(repr(" "))
     ('cat', "','", "' '")
@@ -146,7 +146,7 @@ def tokenizer(argv: Argv) -> None:
         text_column: str = "text"
         """Column of the text, in tables and JSON objects."""
         sample_by: Literal["file", "line", "paragraph"] = "file"
-        """What is one document of plain text. Lines do not include their line breaks."""
+        """What counts as one document of plain text. Lines do not include their line breaks."""
         name: str | None = None
         """Configuration of a hub dataset."""
         split: str = "train"

@@ -59,7 +59,7 @@ Often used:
 
 def train(argv: Argv) -> None:
     """Train a recipe, or resume an interrupted run, and write a report."""
-    argv = _imported(argv)
+    argv = _run_imports(argv)
     if not argv:
         raise ValueError(f"RECIPE is missing{chr(10)}{USAGE}")
     if argv[0] in (*HELP, HELP_ALL):
@@ -95,7 +95,7 @@ def train(argv: Argv) -> None:
     from onescan.experiments.training import joined
     from onescan.experiments.training import train as train_run
 
-    run, inferred = _inferred(options.run, _given(argv), source)
+    run, inferred = _infer_settings(options.run, _given(argv), source)
     changed_by_data = [path for path, *_ in differences(options.run, run)]
     options = dataclasses.replace(options, run=run)
     if not options.out:
@@ -155,10 +155,10 @@ def _given(argv: Argv) -> dict[str, str]:
     return given
 
 
-def _without(flag: str, argv: Argv) -> Argv:
+def _without_option(flag: str, argv: Argv) -> Argv:
     """Return the arguments without an option and its value.
 
-    >>> _without("--a", ["--a", "1", "--b"]), _without("--a", ["--a=1", "--b"])
+    >>> _without_option("--a", ["--a", "1", "--b"]), _without_option("--a", ["--a=1", "--b"])
     (['--b'], ['--b'])
     """
     if flag in argv:
@@ -167,10 +167,10 @@ def _without(flag: str, argv: Argv) -> Argv:
     return [word for word in argv if not word.startswith(f"{flag}=")]
 
 
-def _inferred(
+def _infer_settings(
     run: "RunConfig", given: Collection[str], recipe: "Recipe | None"
 ) -> "tuple[RunConfig, list[str]]":
-    """Infer the settings that are not given; return also lines that describe them."""
+    """Infer the settings that are not given; also return lines that describe them."""
     if "data.tokenizer" in given:
         from onescan.experiments.recipes.infer import infer_vocabulary
 
@@ -192,7 +192,7 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
         if recipe.adapt is not None and not {*HELP, HELP_ALL} & set(argv):
             run = recipe.adapt(run, given)
         if mixer := given.get("model.mixer"):
-            run, argv = with_mixer(run, mixer), _without("--model.mixer", argv)
+            run, argv = with_mixer(run, mixer), _without_option("--model.mixer", argv)
         check_mixer_options(run, given)
         return run, name, recipe, argv[1:]
     file = zoo.resolve(Path(argv[1] if argv[1:] else ""))
@@ -202,8 +202,8 @@ def _what_to_train(argv: Argv) -> "tuple[RunConfig, str, Recipe | None, Argv]":
     return read_manifest(folder).run, f"--config {file}", None, argv[2:]
 
 
-def _imported(argv: Argv) -> Argv:
-    """Run the files of all options --import; return the other arguments."""
+def _run_imports(argv: Argv) -> Argv:
+    """Run the files of all --import options; return the other arguments."""
     others, words = [], iter(argv)
     for word in words:
         flag, equals, file = word.partition("=")

@@ -1,7 +1,7 @@
 """Locks between processes, which the operating system releases when their holder ends.
 
-They work on POSIX systems and on Windows. A process that forks, as a data loader does for its
-workers, does not pass its locks on.
+They work on POSIX systems and on Windows. Forked processes, such as the workers of a data loader,
+do not inherit them.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         check_regular(folder / LOCK)
         try:
-            held = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False).acquire()
+            lock = FileLock(folder / LOCK, blocking=False, fallback_to_soft=False).acquire()
         except Timeout as error:
             raise ValueError(
                 f"another process is using {folder}: wait until it ends, or choose another folder"
             ) from error
-    with held:
+    with lock:
         yield

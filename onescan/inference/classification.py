@@ -41,7 +41,11 @@ def classify(
 
 
 def image_format(format: Format, path: str | Path) -> ImageFormat:
-    """Return a format. Raise ValueError if the model does not read image files, such as `path`."""
+    """Return the format of a model that reads image files.
+
+    Raises:
+        ValueError: If the model does not read image files. The message names `path`.
+    """
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads {_inputs(format)}, not '{path}'")
     return format

@@ -18,8 +18,9 @@ from onescan.shapes import Grids
 
 BYTE = 256
 OVERLAP = 0.5  # of windows, if the run does not set it
-# Hues of the classes after the first one, which is black: multiples of the golden angle differ.
-GOLDEN = 0.381966
+# Golden angle, as a fraction of the circle. Its multiples are distinct, so they are the hues of all
+# classes but the first one, which is black.
+GOLDEN_ANGLE = 0.381966
 
 Outputs = Float[Tensor, "outputs *sides"]
 
@@ -104,6 +105,7 @@ def class_colors(count: int) -> Int[Tensor, "classes 3"]:
 
     colors = [(0.0, 0.0, 0.0)]
     colors += [
-        colorsys.hsv_to_rgb((GOLDEN * i) % 1, 0.75, 1.0 if i % 2 else 0.7) for i in range(1, count)
+        colorsys.hsv_to_rgb((GOLDEN_ANGLE * i) % 1, 0.75, 1.0 if i % 2 else 0.7)
+        for i in range(1, count)
     ]
     return (torch.tensor(colors[:count]) * 255).round().long()

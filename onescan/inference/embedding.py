@@ -210,7 +210,7 @@ def embed_sequences(
     Returns:
         Vectors on the CPU.
     """
-    # Longest first, so that too little memory raises an error at once.
+    # Longest first, so that running out of memory raises an error at once.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     device, vectors = model.network.device, []
     for first in range(0, len(order), batch_size):

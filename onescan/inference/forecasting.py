@@ -19,7 +19,7 @@ def forecast(model: nn.Module, values: Series, format: ForecastFormat) -> Quanti
         model: Model in evaluation mode, as `load` returns it.
         values: Series of shape [B, channels, time], in the steps of the training data; NaN where
             values are missing. Only the last ``format.context`` steps are read; shorter series are
-            completed with missing values before their first step.
+            padded with missing values at the beginning.
         format: Format that the model was trained on, as `load` returns it.
 
     Returns:

@@ -216,8 +216,8 @@ def load_language_model(name: str) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
         files = zoo.resolve(Path(path)).iterdir()
         if not any(TOKENIZER_FILE.match(file.name) for file in files):
             raise ValueError(
-                f"{name!r} has no tokenizer: copy the files of the model's tokenizer to this "
-                "folder, such as tokenizer.json and tokenizer_config.json"
+                f"{name!r} has no tokenizer: its folder must contain the files of the model's "
+                "tokenizer, such as tokenizer.json and tokenizer_config.json"
             )
         tokenizer = load_tokenizer(path)
     else:
@@ -264,9 +264,9 @@ def downloaded(name: str) -> str:
 
 
 def is_pretrained(name: str) -> bool:
-    """Return whether a name is that of a local folder for transformers, with its config.
+    """Return whether a name is that of a local folder in transformers' format.
 
-    Linearized models are not native ones, so they do not count.
+    False for linearized models, because they are not native models.
     """
     path = zoo.resolve(Path(name))
     has_config = path.is_dir() and (path / CONFIG).is_file()

@@ -44,7 +44,7 @@ def save_model(
     """Save a model; see `onescan.models.pretrained.Pretrained.save_pretrained`."""
     path = Path(folder)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"folder {str(folder)!r} exists and is not empty")
+        raise ValueError(f"folder {str(folder)!r} exists and is not empty, expected a new folder")
     for name, value, kind in (("format", format, Format), ("target", target, Target)):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {named_type(value)}, expected a {kind.__name__}")
@@ -116,7 +116,7 @@ def _check_format(model: Any, format: Format) -> None:
     config = model.config
     given, expected = getattr(format, name), getattr(config, name, None)
     if expected is None:
-        if hasattr(config, "channels") or hasattr(config, "vocab_size"):  # no model of the user
+        if hasattr(config, "channels") or hasattr(config, "vocab_size"):  # not a user's own model
             raise ValueError(
                 f"format is {named_type(format)}, which {named_type(model)} cannot read"
             )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from onescan.checks import check_whole
+from onescan.inputs.sequences import check_unicode
 from onescan.inputs.tokenizer import Tokenizer
 from onescan.models.causal_lm import CausalLM, Sampling
 from onescan.models.masked_lm import MaskedLM
@@ -44,7 +45,7 @@ def generate_text(
         ValueError: If the tokenizer belongs to another model, or the prompt has no tokens.
     """
     tokenizer.check_vocabulary(model.config.vocab_size)
-    _check_text("prompt", prompt)
+    check_unicode("prompt", prompt)
     context = tokenizer.begin(prompt)
     tokens = model.stream(
         _batch(context, model),
@@ -75,13 +76,14 @@ def fill_masks(
         top_k: Number of predictions per mask.
 
     Raises:
-        ValueError: If the tokenizer belongs to another model, or the text has no mask.
+        ValueError: If the tokenizer belongs to another model or has no mask token, or the text
+            contains no mask.
     """
     check_whole(1, top_k=top_k)
     tokenizer.check_vocabulary(model.config.vocab_size)
     if tokenizer.mask is None:
-        raise ValueError(f"tokenizer {tokenizer.name!r} has no mask")
-    _check_text("text", text)
+        raise ValueError(f"tokenizer {tokenizer.name!r} has no mask token")
+    check_unicode("text", text)
     tokens = _batch(tokenizer.encode(text, framed=True), model)
     masked = tokens[0] == tokenizer.mask
     if not masked.any():
@@ -92,13 +94,6 @@ def fill_masks(
         [Guess(tokenizer.format_token(token), p) for p, token in zip(row, tokens, strict=True)]
         for row, tokens in zip(top.values.tolist(), top.indices.tolist(), strict=True)
     ]
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid UTF-8 from character {error.start} on") from error
 
 
 def _batch(ids: list[int], model: CausalLM | MaskedLM) -> Tokens:

@@ -13,7 +13,7 @@ from onescan.messages import plural
 from onescan.progress import progress_bar
 from onescan.shapes import GridOutputs, Grids
 
-SPREAD = 8  # window sides per standard deviation of the weights
+SPREAD = 8  # standard deviations of the weights per window side
 LEAST_WEIGHT = 1e-3  # of the largest weight, so that corners of the grid have weights
 
 

@@ -36,7 +36,8 @@ class ArrayFormat(GridFormat):
     def __post_init__(self) -> None:
         if not 1 <= len(self.shape) <= MAX_AXES or min(self.channels, *self.shape) < 1:
             raise ValueError(
-                f"channels and shape are {self.channels} and {self.shape}, expected numbers above 0"
+                f"channels and shape are {self.channels} and {self.shape}, expected numbers above "
+                f"0, and 1 to {MAX_AXES} axes"
             )
         check_constants(self.channels, mean=self.mean, std=self.std)
 

@@ -40,7 +40,7 @@ class ForecastFormat(Format):
 
     @property
     def median(self) -> int:
-        """Place of the median among the quantiles."""
+        """Index of the median among the quantiles."""
         return self.quantiles.index(0.5)
 
     def scale(self, context: Context) -> tuple[PerWindow, PerWindow]:
@@ -89,7 +89,7 @@ class ForecastFormat(Format):
             )
         if context.isinf().any():
             raise ValueError(
-                "context has infinite values, expected finite numbers, or NaN if missing"
+                "context has infinite values, expected finite numbers, or NaN for missing ones"
             )
         mean, std = self.scale(context)
         is_observed = ~context.isnan()
@@ -119,9 +119,9 @@ class ForecastFormat(Format):
         shape = (len(self.quantiles), self.channels)
         if outputs.shape[1:] != (shape[0] * shape[1], self.context + self.horizon):
             raise ValueError(
-                f"the model gives outputs of shape {tuple(outputs.shape)}, expected (B, "
-                f"{shape[0] * shape[1]}, {self.context + self.horizon}): {shape[0]} quantiles of "
-                f"{shape[1]} channels as model.out_channels"
+                f"the model returns outputs of shape {tuple(outputs.shape)}, expected (B, "
+                f"{shape[0] * shape[1]}, {self.context + self.horizon}): model.out_channels is the "
+                f"number of quantiles times the number of channels, {shape[0]} x {shape[1]}"
             )
         return outputs[..., -self.horizon :].unflatten(1, shape)
 
@@ -141,5 +141,5 @@ class ForecastFormat(Format):
 
 
 def _divisor(std: PerWindow) -> PerWindow:
-    """Return what values are divided by: constant ones are only centered."""
+    """Return the divisor of values: 1 for constant ones, which are only centered."""
     return torch.where(std > 0, std, 1)

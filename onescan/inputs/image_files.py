@@ -66,10 +66,10 @@ DAMAGE = (
 )
 
 
-def centre_box(width: int, height: int, *, aspect: float, part: float) -> Box:
+def center_box(width: int, height: int, *, aspect: float, part: float) -> Box:
     """Return the largest centered box of an aspect ratio, each side scaled by `part`.
 
-    >>> centre_box(40, 20, aspect=1.0, part=0.5)
+    >>> center_box(40, 20, aspect=1.0, part=0.5)
     (15.0, 5.0, 25.0, 15.0)
     """
     box_height = part * min(height, width / aspect)

@@ -23,7 +23,7 @@ from onescan.inputs.image_files import (
     BytePixels,
     Crop,
     Pixels,
-    centre_box,
+    center_box,
     decode,
     resize_pixels,
     to_pixels,
@@ -73,7 +73,7 @@ def to_bytes(pixels: AnyGrid) -> BytePixels:
 
 
 def check_unit_range(pixels: AnyGrid) -> None:
-    """Raise ValueError if pixels are NaN, or outside 0 to 1 by more than bicubic resizing."""
+    """Raise ValueError if pixels are NaN, or outside the range that bicubic resizing can reach."""
     low, high = (bound.item() for bound in torch.aminmax(pixels)) if pixels.numel() else (0, 1)
     if not (low >= -OVERSHOOT and high <= 1 + OVERSHOOT):  # also true for NaN
         raise ValueError(
@@ -125,8 +125,8 @@ class GridFormat(Format, ABC):
         float64 and integers are standardized in float64 and then rounded to float32, so that a
         large mean costs no precision. Other floats keep their type.
 
-        >>> grey = ImageFormat(channels=1, height=1, width=2, mean=(0.5,), std=(0.5,))
-        >>> grey.standardize(torch.tensor([[[0.0, 1.0]]])).tolist()
+        >>> gray = ImageFormat(channels=1, height=1, width=2, mean=(0.5,), std=(0.5,))
+        >>> gray.standardize(torch.tensor([[[0.0, 1.0]]])).tolist()
         [[[-1.0, 1.0]]]
         """
         is_narrow = values.is_floating_point() and values.dtype != torch.float64
@@ -142,22 +142,22 @@ class GridFormat(Format, ABC):
                 that range. Arrays in the range of the training data. Shape [..., C, *axes].
 
         Raises:
-            ValueError: If the values are no array or tensor, or their shape does not match; or if
-                images have a type of unknown range or, on the CPU, floats below -0.45 or above
-                1.45; bicubic resizing exceeds the range from 0 to 1 by less.
+            ValueError: If the values are neither an array nor a tensor, or their shape does not
+                match; or if images have a type of unknown range or, on the CPU, floats below -0.45
+                or above 1.45, the limits of what bicubic resizing returns.
         """
         if isinstance(values, np.ndarray):
             dtype = native_type(values.dtype)
             dtype = np.promote_types(dtype, np.float32) if dtype.kind == "f" else dtype
             values = torch.from_numpy(values.astype(dtype))
         if not isinstance(values, Tensor):
-            raise ValueError(
-                f"values is {named_type(values)}, expected an array or a tensor; "
-                "onescan.inputs.read_image(path, format) reads an image file"
-            )
+            hint = ""
+            if isinstance(self, ImageFormat):
+                hint = "; onescan.inputs.read_image(path, format) reads an image file"
+            raise ValueError(f"values is {named_type(values)}, expected an array or a tensor{hint}")
         if values.ndim <= self.axes or values.shape[-1 - self.axes] != self.channels:
             raise ValueError(
-                f"values have shape {tuple(values.shape)}, expected [..., {self.channels}, *axes] "
+                f"values has shape {tuple(values.shape)}, expected [..., {self.channels}, *axes] "
                 f"with {plural(self.axes, 'axis')}"
             )
         if self.reads_pixels and values.is_floating_point() and can_look_at_values(values):
@@ -210,7 +210,7 @@ class ImageFormat(GridFormat):
         """Return the part of an image that the model sees in evaluation."""
         if self.crop is None:
             return 0.0, 0.0, float(width), float(height)
-        return centre_box(width, height, aspect=self.width / self.height, part=self.crop)
+        return center_box(width, height, aspect=self.width / self.height, part=self.crop)
 
     def decode(self, file: Path | BytesIO, crop: Crop | None = None) -> AnyPixels:
         """Read an image file as `decode` does, by default the part that `box` returns."""
@@ -223,7 +223,7 @@ class ImageFormat(GridFormat):
         )
 
     def model_input(self, values: AnyGrid | AnyArray | Image.Image) -> AnyGrid:
-        """Standardize pixels as `GridFormat.model_input`, or convert a PIL image by `from_pil`."""
+        """Standardize pixels as `GridFormat` does, or convert a PIL image with `from_pil`."""
         return (
             self.from_pil(values)
             if isinstance(values, Image.Image)
@@ -242,10 +242,10 @@ class ImageFormat(GridFormat):
         shape = {"channels": self.channels, "height": self.height, "width": self.width}
         return self.model_input(resize_pixels(pixels, **shape, crop=self.box))
 
-    def pixels(self, made: Pixels) -> Pixels:
+    def pixels(self, generated: Pixels) -> Pixels:
         """Convert what a model generates, standardized as its input, to pixels from 0 to 1."""
-        pixels = made * self._per_channel(self.std, made) + self._per_channel(self.mean, made)
-        return pixels.clamp(0, 1)
+        mean, std = (self._per_channel(numbers, generated) for numbers in (self.mean, self.std))
+        return (generated * std + mean).clamp(0, 1)
 
 
 def read_image(path: str | Path, format: ImageFormat) -> Float[Tensor, "channels height width"]:

@@ -38,8 +38,8 @@ class LatentFormat(Format):
         """Convert the VAE's latents to the model's input.
 
         >>> import torch
-        >>> form = LatentFormat(channels=1, height=1, width=1, scale=2.0, shift=3.0, vae="vae")
-        >>> form.scaled(torch.full((1, 1, 1, 1), 4.0)).item()
+        >>> format = LatentFormat(channels=1, height=1, width=1, scale=2.0, shift=3.0, vae="vae")
+        >>> format.scaled(torch.full((1, 1, 1, 1), 4.0)).item()
         2.0
         """
         return (latents - self.shift) * self.scale
@@ -82,7 +82,7 @@ def load_vae(name: str) -> Any:
         logging.set_verbosity(level)
     if missing := info["missing_keys"]:
         raise ValueError(
-            f"vae is {name!r}, which is not an AutoencoderKL: its weights lack {min(missing)} and "
-            f"{len(missing) - 1} more"
+            f"vae is {name!r}, which is not an AutoencoderKL: it has {len(missing)} missing "
+            f"weights, such as {min(missing)}"
         )
     return vae.eval().requires_grad_(False)

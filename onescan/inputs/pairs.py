@@ -99,7 +99,7 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         if framed[begin : begin + len(text)] == text:
             return framed[:begin], framed[begin + len(text) :]
     raise ValueError(
-        f"tokenizer {tokenizer.name!r} encodes a text differently if it adds special tokens"
+        f"tokenizer {tokenizer.name!r} encodes a text differently when it adds special tokens"
     )
 
 
@@ -124,7 +124,7 @@ class PairFormat(SequenceFormat):
     text: TextFormat
     """The tokenizer."""
     length: int
-    """Maximum tokens of a sequence, including special tokens."""
+    """Maximum number of tokens of a sequence, including special tokens."""
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,7 @@ from onescan.messages import named_type
 from onescan.shapes import Keep, Tokens
 
 Ids = Integer[np.ndarray, " _"]  # of one sequence
-GreyPixels = UInt8[np.ndarray, "height width"]
+GrayPixels = UInt8[np.ndarray, "height width"]
 PADDING = 0
 
 
@@ -54,7 +54,7 @@ class ByteFormat(SequenceFormat):
     """Texts as bytes of UTF-8, truncated, with a separator between the two texts of a pair."""
 
     max_length: int
-    """Maximum bytes of a text."""
+    """Maximum number of bytes of a text."""
 
     @property
     def vocab_size(self) -> int:
@@ -87,7 +87,7 @@ LEVELS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PixelFormat(SequenceFormat):
-    """Grey images of one size: one token per pixel, from 0 for black to 255 for white."""
+    """Grayscale images of one size: one token per pixel, from 0 for black to 255 for white."""
 
     height: int
     width: int
@@ -96,7 +96,7 @@ class PixelFormat(SequenceFormat):
     def vocab_size(self) -> int:
         return LEVELS
 
-    def encode(self, raw: GreyPixels) -> Ids:
+    def encode(self, raw: GrayPixels) -> Ids:
         if raw.shape != (self.height, self.width):
             raise ValueError(
                 f"an image has {raw.shape[1]} x {raw.shape[0]} pixels, expected "

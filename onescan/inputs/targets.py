@@ -1,6 +1,6 @@
 """What the outputs of a model mean: scores of classes or labels, or standardized values.
 
-Targets are of whole examples, or of each of their positions.
+There is one target per example, or one per position of an example.
 """
 
 import math

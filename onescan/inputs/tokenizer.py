@@ -39,13 +39,13 @@ Ids = NDArray[np.unsignedinteger]  # of one text
 BYTES = "bytes"
 MAX_CHARACTER_BYTES = 4  # in UTF-8
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
-CHECKSUMS = "checksums.json"  # of the files in it
+CHECKSUMS = "checksums.json"  # of the other files in the folder
 REMEDY = "restore the tokenizer from a backup"
 SPACES = ("Ġ", "▁")  # a space in tokens of byte-level BPE and of SentencePiece
 CONTINUATION = "##"  # prefix of WordPiece
 ASCII = 128
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # one byte of a character without a token of its own
-# Text up to a character that no later text joins in transformers' clean_up_tokenization.
+# Text up to a character that clean_up_tokenization of transformers never joins with later text.
 CLEANED = re.compile(r".*(?:[^\s'nrv]|(?<=[^\s'])[nrv])", re.DOTALL)
 
 
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
         if prompt:
             return self.encode(prompt)
         if self.end is None:
-            raise ValueError("prompt is '', and the tokenizer has no beginning-of-text token")
+            raise ValueError("prompt is empty, but the tokenizer has no beginning-of-text token")
         return [self.end]
 
     def format_token(self, token: int) -> str:
@@ -196,14 +196,14 @@ class Tokenizer(ABC):
         yield self._after(before, tail + self._decode(recent)[len(shown) :])
 
     def _after(self, before: str, text: str) -> str:
-        """Return what is left of a text in its final form if its beginning was shown before."""
+        """Return the final form of a text, without its beginning `before`, which was shown."""
         full, shown = self._clean(text), self._clean(before)
         return full[len(shown) :] if full.startswith(shown) else text[len(before) :]
 
     def _recent(self, ids: list[int]) -> list[int]:
-        """Return the last ids, on which alone the text of the next ids depends.
+        """Return the last ids: the text of the next ids depends only on them.
 
-        Decoders may treat the beginning of a text in another way, so these ids have some text.
+        Decoders may treat the beginning of a text differently, so these ids have some text.
         """
         size = MAX_CHARACTER_BYTES
         while size < len(ids) and (ids[-size] in self.byte_ids or not self._decode(ids[-size:])):
@@ -410,7 +410,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         except Exception as error:  # tokenizers raises plain Exception
-            where = "" if source.exists() else ", which is not on disk, nor on the Hugging Face hub"
+            where = "" if source.exists() else " on disk or on the Hugging Face Hub"
             raise ValueError(
                 f"cannot load a tokenizer from {name!r}{where}: {in_a_line(error)}"
             ) from error
@@ -422,7 +422,7 @@ def _check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     if highest >= tokenizer.size:
         raise ValueError(
             f"token {highest} is unknown to tokenizer {tokenizer.name!r}, which has "
-            f"{tokenizer.size}: was the model trained with another one?"
+            f"{tokenizer.size} tokens: was the model trained with another tokenizer?"
         )
 
 
@@ -525,7 +525,9 @@ def word_boundaries(tokenizer: Tokenizer) -> WordBoundaries:
         separates += [True] * (tokenizer.size - 256)
         return WordBoundaries(torch.tensor(separates), torch.tensor(separates))
     if not isinstance(tokenizer, PretrainedTokenizer):
-        raise ValueError(f"words of {named_type(tokenizer)} are not known")
+        raise ValueError(
+            f"tokenizer is {named_type(tokenizer)}, expected a ByteTokenizer or PretrainedTokenizer"
+        )
     tokens = tokenizer.tokenizer.convert_ids_to_tokens(list(range(tokenizer.size)))
     if any(token.startswith(SPACES) for token in tokens):
         before = [not token[:1].isalnum() or token.startswith(SPACES) for token in tokens]

@@ -62,7 +62,7 @@ class Volume:
     stored: Any
     """The `Nifti1Image` or `Nifti2Image` of nibabel, with axes in the file's order."""
     orientation: Int[np.ndarray, "3 2"]
-    """For each axis of the file, its place among the axes here, and -1 if it is reversed, or 1."""
+    """For each axis of the file, its index among the axes here, and 1, or -1 if it is reversed."""
 
     @property
     def channels(self) -> int:

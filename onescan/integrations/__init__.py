@@ -16,7 +16,7 @@ REMOTE_MODULE = "modeling_onescan"  # module in saved folders, for trust_remote_
 
 
 def check_not_native(source: Any, library: str) -> None:
-    """Raise ValueError if a path is that of a run, which another library cannot load."""
+    """Raise ValueError if a path is in onescan's own format, which another library cannot load."""
     path, is_native = Path(str(source)), False
     with suppress(OSError, ValueError):
         is_native = path.exists() and has_run_config(path if path.is_dir() else path.parent)

@@ -474,7 +474,7 @@ def _check(model: Any) -> None:
         known = ", ".join(kind.__name__ for kind in EXTRA_INPUTS)
         raise expected_model(model, f"one of {known}")
     if model.training:
-        raise ValueError("model is training, expected it in eval mode: model.eval()")
+        raise ValueError("model is in training mode, expected evaluation mode: call model.eval()")
 
 
 def _check_causal(model: Any) -> None:
@@ -509,7 +509,9 @@ def _check_onnx(model: Any) -> None:
         )
     size = sum(x.numel() * x.element_size() for x in model.state_dict().values())
     if size > MAX_BYTES:
-        raise ValueError(f"model has {size} bytes, expected at most {MAX_BYTES} in an ONNX file")
+        raise ValueError(
+            f"model has {size:,} bytes, expected at most {MAX_BYTES:,} in an ONNX file"
+        )
 
 
 def decompose_for_onnx(program: ExportedProgram) -> ExportedProgram:

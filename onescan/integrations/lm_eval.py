@@ -170,17 +170,17 @@ class OnescanLM(TemplateLM):
     def _score(self, pairs: list[tuple[Ids, Ids]]) -> list[Score]:
         """Score a batch: read each context once, and its continuations from the state after it."""
         contexts = sorted({tuple(context) for context, _ in pairs})
-        owners = torch.tensor([contexts.index(tuple(context)) for context, _ in pairs])
+        context_index = torch.tensor([contexts.index(tuple(context)) for context, _ in pairs])
         tokens, keep = self._padded([list(context) for context in contexts], left=True)
         logits, state = self.model(tokens, keep=keep, last_only=True)
         texts, real = self._padded([text for _, text in pairs])
-        labels, owners = texts.where(real, IGNORE_INDEX), owners.to(texts.device)
-        first = score_logits(logits[owners], labels[:, :1])
+        labels, context_index = texts.where(real, IGNORE_INDEX), context_index.to(texts.device)
+        first = score_logits(logits[context_index], labels[:, :1])
         others = token_losses(
             self.model,
             texts[:, :-1],
             labels[:, 1:],
-            select_rows(state, owners),
+            select_rows(state, context_index),
             keep=real[:, 1:],
         )
         losses = torch.cat([first.losses, others.losses], dim=1).sum(dim=1)
@@ -213,8 +213,8 @@ class OnescanLM(TemplateLM):
             for row in sorted(unfinished):
                 written[row].append(int(step[row]))
                 texts[row] += next(pieces[row])
-                over = written[row][-1] == end or _cut(texts[row], until)[1]
-                unfinished -= {row} if over else set()
+                is_finished = written[row][-1] == end or _cut(texts[row], until)[1]
+                unfinished -= {row} if is_finished else set()
             if not unfinished:
                 break
         # All ids are read, so the next pieces are the rest.

@@ -53,21 +53,21 @@ def _trained() -> dict[str, tuple[ImageClassifierConfig, dict[str, Any]]]:
     for name in zoo.names():
         folder = zoo.FOLDER / name  # timm checks no digests, but loads only safetensors
         manifest = read_config(folder)
-        model, form = manifest["run"]["model"], manifest["format"]
+        model, format = manifest["run"]["model"], manifest["format"]
         config = configs.from_dict(ModelConfig, model)  # type: ignore[type-abstract]
-        if not isinstance(config, ImageClassifierConfig) or "crop" not in form:
-            continue  # no classifier, or not of images
+        if not isinstance(config, ImageClassifierConfig) or "crop" not in format:
+            continue  # not a classifier of images
         classifiers[f"onescan_{name}"] = (
             config,
             {
                 "file": str(folder / WEIGHTS),
                 "input_size": (config.channels, *config.image_size),
                 "num_classes": config.num_classes,
-                "crop_pct": form["crop"] or 1.0,
-                "crop_mode": "center" if form["crop"] else "squash",
+                "crop_pct": format["crop"] or 1.0,
+                "crop_mode": "center" if format["crop"] else "squash",
                 "interpolation": "bicubic",
-                "mean": tuple(form["mean"]),
-                "std": tuple(form["std"]),
+                "mean": tuple(format["mean"]),
+                "std": tuple(format["std"]),
                 "classifier": "head",
             },
         )
@@ -130,12 +130,14 @@ def _build(
     dtype: torch.dtype | None = None,
     **fields: Any,
 ) -> "TimmImageClassifier":
-    for in_timm, here in FIELDS.items():
-        if here in fields:
-            raise ValueError(f"{here} is {fields[here]!r}, expected it as timm's {in_timm}")
+    for in_timm, native in FIELDS.items():
+        if native in fields:
+            raise ValueError(
+                f"{native} is {fields[native]!r}, expected {in_timm} instead, which is timm's name"
+            )
         if in_timm in fields:
-            fields[here] = fields.pop(in_timm)
-    fields["num_classes"] = num_classes or 1  # the head of 1 is removed again
+            fields[native] = fields.pop(in_timm)
+    fields["num_classes"] = num_classes or 1  # the head for 1 class is removed below
     if name in TRAINED:
         trained = TRAINED[name][0]
         sizes = {
@@ -147,7 +149,7 @@ def _build(
     else:
         config = cast(ImageClassifierConfig, preset(name, **fields))
     if config.distillation_token:
-        raise ValueError("distillation_token is True, expected False: timm reads one score")
+        raise ValueError("distillation_token is True, expected False: timm reads one output")
     config.check()
     model = TimmImageClassifier(config, drop_rate=drop_rate)
     if global_pool is not None or not num_classes:

@@ -80,34 +80,34 @@ def step(
             position += tl.load(start)
     for t in range(tokens):
         token = sample * tokens + t
-        live = True
+        is_real = True
         if HAS_KEEP:
-            live = tl.load(keep + token) != 0
-        queries = tl.load(q + token * q_stride + head * K + c, mask=key_mask & live, other=0)
-        queries = features(queries.to(tl.float32), key_mask & live, MAP)
+            is_real = tl.load(keep + token) != 0
+        queries = tl.load(q + token * q_stride + head * K + c, mask=key_mask & is_real, other=0)
+        queries = features(queries.to(tl.float32), key_mask & is_real, MAP)
         logits = tl.load(
-            k + token * k_stride + head * K + c, mask=key_mask & live, other=float("-inf")
+            k + token * k_stride + head * K + c, mask=key_mask & is_real, other=float("-inf")
         ).to(tl.float64)
-        values = tl.load(v + token * v_stride + head * V + e, mask=value_mask & live, other=0)
+        values = tl.load(v + token * v_stride + head * V + e, mask=value_mask & is_real, other=0)
         values = values.to(tl.float32)
-        weighs = logits != float("-inf")  # also true for NaN, which then shows in the outputs
+        has_weight = logits != float("-inf")  # also true for NaN, which then shows in the outputs
         logits = tl.where(logits < LOG_ZERO, LOG_ZERO, logits)
-        highest = tl.where(log_z < logits, logits, log_z)
-        together = highest + tl.log(tl.exp(log_z - highest) + tl.exp(logits - highest))
-        kept = tl.exp((log_z - together).to(tl.float32))
-        w = tl.where(weighs, tl.exp((logits - together).to(tl.float32)), 0.0)
-        log_z = tl.where(weighs, together, log_z)
-        kept = tl.where(weighs, kept, 1.0)
+        reference = tl.where(log_z < logits, logits, log_z)
+        new_log_z = reference + tl.log(tl.exp(log_z - reference) + tl.exp(logits - reference))
+        decay = tl.exp((log_z - new_log_z).to(tl.float32))
+        w = tl.where(has_weight, tl.exp((logits - new_log_z).to(tl.float32)), 0.0)
+        log_z = tl.where(has_weight, new_log_z, log_z)
+        decay = tl.where(has_weight, decay, 1.0)
         if LRPE:
             if HAS_THETA:
                 angle = radians * (position + t)
             else:
                 angle = tl.load(angles + (t * H + head) * K + c, mask=key_mask, other=0)
             cos, sin = cosine_and_sine(angle)
-            sin_half = sin_half * kept[:, None] + (w * sin)[:, None] * values[None, :]
+            sin_half = sin_half * decay[:, None] + (w * sin)[:, None] * values[None, :]
             out = tl.sum((queries * sin)[:, None] * sin_half, 0)
             w, queries = w * cos, queries * cos
-        cos_half = cos_half * kept[:, None] + w[:, None] * values[None, :]
+        cos_half = cos_half * decay[:, None] + w[:, None] * values[None, :]
         result = tl.sum(queries[:, None] * cos_half, 0)
         if LRPE:
             result += out

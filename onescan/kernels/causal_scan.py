@@ -46,7 +46,7 @@ from onescan.kernels.common import (
     valid_tokens,
 )
 
-LEAST_MASS = tl.constexpr(4e-18)  # exp(-40)
+MIN_MASS = tl.constexpr(4e-18)  # exp(-40)
 SHORTEST_CHUNK = 16  # tokens, the smallest size of a matrix product
 
 EXAMPLES = (
@@ -65,7 +65,7 @@ def fits(case: Case) -> bool:
 
 
 def chunk_length(case: Case) -> int:
-    """Return the largest power of two up to `chunk_size` whose scores fit in registers."""
+    """Return the largest power of two, at most `chunk_size`, whose scores fit in registers."""
     if case.data == "fp32":  # its tf32 parts need registers too
         longest = SHORTEST_CHUNK
     else:
@@ -118,9 +118,9 @@ def carry_forward(
     sin_half = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_KV_IN:
         exact = tl.load(z_in + of_head * K + c, mask=c < K, other=LOG_ZERO)
-        some = exact > LOG_ZERO / 2  # the constant may be rounded to float32, and z_in is not
-        m = tl.where(some, exact.to(tl.float32), float("-inf"))
-        n = tl.where(some, tl.exp((exact - tl.where(some, m, 0.0)).to(tl.float32)), 0.0)
+        has_tokens = exact > LOG_ZERO / 2  # LOG_ZERO may be rounded to float32, but z_in is not
+        m = tl.where(has_tokens, exact.to(tl.float32), float("-inf"))
+        n = tl.where(has_tokens, tl.exp((exact - tl.where(has_tokens, m, 0.0)).to(tl.float32)), 0.0)
         cos_half, sin_half = load_halves(kv_in + of_head * width, c, e, K, V, LRPE)
         cos_half, sin_half = cos_half * n[:, None], sin_half * n[:, None]
     for chunk in range(chunks):
@@ -130,8 +130,8 @@ def carry_forward(
         tl.store(reference + offsets, finite, mask=c < K)
         tl.store(mass + offsets, n, mask=c < K)
         scale = (1 / tl.where(n > 0, n, 1.0))[:, None]
-        value_mask = before + ((sample * chunks + chunk) * H + head) * width
-        store_halves(value_mask, c, e, cos_half * scale, sin_half * scale, K, V, LRPE)
+        state_pointers = before + ((sample * chunks + chunk) * H + head) * width
+        store_halves(state_pointers, c, e, cos_half * scale, sin_half * scale, K, V, LRPE)
         if HAS_SPANS:  # without tokens so far, the state and the normalizer are multiplied by 0
             m = tl.where(continues, m, float("-inf"))
         t = start + tl.arange(0, CHUNK)
@@ -143,16 +143,16 @@ def carry_forward(
         at_v = row * V + r * (H * V) + e[None, :]
         values = tl.load(v + at_v, mask=valid & (e < V)[None, :], other=0)
         higher = tl.maximum(m, tl.max(logits, 0))
-        under = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(m - under)
-        w = tl.exp(logits - under[None, :])
-        m, n = higher, n * kept + tl.sum(w, 0)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp(m - base)
+        w = tl.exp(logits - base[None, :])
+        m, n = higher, n * decay + tl.sum(w, 0)
         if LRPE:
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
-            own = product(tl.trans(w * sin), values, OPERAND, PRECISION)
-            sin_half = sin_half * kept[:, None] + own
+            added = product(tl.trans(w * sin), values, OPERAND, PRECISION)
+            sin_half = sin_half * decay[:, None] + added
             w *= cos
-        cos_half = cos_half * kept[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
+        cos_half = cos_half * decay[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
     offsets = ((sample * (chunks + 1) + chunks) * H + head) * K + c
     finite = tl.where(n > 0, m, LOG_ZERO)
     n = tl.where(n > 0, n, 1.0)
@@ -202,17 +202,17 @@ def load_logits(
     m = tl.maximum(r_in, tl.max(logits, 0))
     w = tl.exp(logits - m[None, :])
     total = tl.cumsum(w, 0) + (n_in * tl.exp(r_in - m))[None, :]
-    some = (n_in > 0).to(tl.float32)[None, :] + tl.cumsum((logits > LOG_ZERO).to(tl.float32), 0)
-    reads = some > 0
-    steep = tl.max(tl.max((reads & (total < LEAST_MASS)).to(tl.int32), 1), 0) > 0
+    count = (n_in > 0).to(tl.float32)[None, :] + tl.cumsum((logits > LOG_ZERO).to(tl.float32), 0)
+    reads = count > 0
+    steep = tl.max(tl.max((reads & (total < MIN_MASS)).to(tl.int32), 1), 0) > 0
     peak = tl.zeros([CHUNK, BLOCK_K], tl.float32) + m[None, :]
     if steep:
         token = tl.arange(0, CHUNK)[:, None]
         high, sum_so_far = r_in, n_in
         for t in range(CHUNK):
-            own = tl.max(tl.where(token == t, logits, float("-inf")), 0)
-            higher = tl.maximum(high, own)
-            sum_so_far = sum_so_far * tl.exp(high - higher) + tl.exp(own - higher)
+            logit = tl.max(tl.where(token == t, logits, float("-inf")), 0)
+            higher = tl.maximum(high, logit)
+            sum_so_far = sum_so_far * tl.exp(high - higher) + tl.exp(logit - higher)
             high = higher
             peak = tl.where(token == t, high[None, :], peak)
             total = tl.where(token == t, sum_so_far[None, :], total)
@@ -446,8 +446,8 @@ def carry_backward(
     for back in range(chunks):
         chunk = chunks - 1 - back
         start, stop, continues, _ = span_of(spans, sample, chunk, chunks, CHUNK, tokens, HAS_SPANS)
-        value_mask = after + ((sample * chunks + chunk) * H + head) * width
-        store_halves(value_mask, c, e, cos_half, sin_half, K, V, LRPE)
+        state_pointers = after + ((sample * chunks + chunk) * H + head) * width
+        store_halves(state_pointers, c, e, cos_half, sin_half, K, V, LRPE)
         tl.store(dmass + ((sample * chunks + chunk) * H + head) * K + c, d, mask=c < K)
         t = start + tl.arange(0, CHUNK)
         valid = (valid_tokens(keep, sample, t, tokens, HAS_KEEP) & (t < stop))[:, None]
@@ -467,20 +467,20 @@ def carry_backward(
             CHUNK,
             BLOCK_K,
         )
-        kept = n_in * tl.exp(r_in - r_out) / tl.where(n_out > 0, n_out, 1.0)
+        decay = n_in * tl.exp(r_in - r_out) / tl.where(n_out > 0, n_out, 1.0)
         queries = tl.load(q + at_k, mask=key_mask, other=0).to(tl.float32)
         queries *= state_share(peak, total, r_in, n_in)
         gradients = tl.load(dq + at_k, mask=key_mask, other=0).to(tl.float32)
-        d = d * kept - tl.sum(queries * gradients, 0)
+        d = d * decay - tl.sum(queries * gradients, 0)
         at_v = row * V + r * (H * V) + e[None, :]
         gradient = tl.load(do + at_v, mask=valid & (e < V)[None, :], other=0)
         if LRPE:
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
-            own = product(tl.trans(queries * sin), gradient, OPERAND, PRECISION)
-            sin_half = sin_half * kept[:, None] + own
+            added = product(tl.trans(queries * sin), gradient, OPERAND, PRECISION)
+            sin_half = sin_half * decay[:, None] + added
             queries *= cos
-        own = product(tl.trans(queries), gradient, OPERAND, PRECISION)
-        cos_half = cos_half * kept[:, None] + own
+        added = product(tl.trans(queries), gradient, OPERAND, PRECISION)
+        cos_half = cos_half * decay[:, None] + added
         r_out, n_out = r_in, n_in
     tl.store(dz_in + of_head * K + c, d, mask=c < K)
     store_halves(dkv_in + of_head * width, c, e, cos_half, sin_half, K, V, LRPE)
@@ -527,15 +527,15 @@ def key_gradients(
             dangle = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # gradient of the angle
             for t in range(CHUNK):
                 w = weights_of(t, logits, peak, total, CHUNK)
-                chosen = tl.arange(0, CHUNK)[None, :] == t
-                column = tl.sum(tl.where(chosen, dscores, 0.0), 1)[:, None]
+                is_column = tl.arange(0, CHUNK)[None, :] == t
+                column = tl.sum(tl.where(is_column, dscores, 0.0), 1)[:, None]
                 query = column * row_of(queries, t, CHUNK)[None, :]
-                along = query
+                dscore = query
                 if LRPE:
                     cos_t, sin_t = row_of(cos, t, CHUNK)[None, :], row_of(sin, t, CHUNK)[None, :]
-                    along = query * (cos * cos_t + sin * sin_t)
+                    dscore = query * (cos * cos_t + sin * sin_t)
                     dangle += w * query * (sin_t * cos - cos_t * sin)
-                dlogits += w * (along + row_of(dz, t, CHUNK)[None, :])
+                dlogits += w * (dscore + row_of(dz, t, CHUNK)[None, :])
         else:
             p, w = queries / total, tl.exp(logits - peak)
             dangle = w

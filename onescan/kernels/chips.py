@@ -21,7 +21,7 @@ def widest_causal_head(data: str, chip: str) -> int:
 def shared_memory_kib(chip: str) -> int:
     """Return how much shared memory a program of any kernel may use, in KiB.
 
-    It is what the chips of a kind have; `make check-kernels` compiles kernels for one of each.
+    It is the amount that chips of this kind have; `make check-kernels` compiles for one of each.
 
     >>> shared_memory_kib("sm_90"), shared_memory_kib("sm_89"), shared_memory_kib("gfx942")
     (227, 99, 64)

@@ -215,7 +215,7 @@ def type_of(name: str, data: str) -> str:
 
 
 class Example(NamedTuple):
-    """Sizes and flags for which `make check-kernels` compiles the kernels of a file."""
+    """Sizes and flags with which `make check-kernels` compiles the kernels of a file."""
 
     key_width: int
     value_width: int
@@ -236,8 +236,8 @@ class Build(NamedTuple):
 
 def kernels_of(file: ModuleType) -> list[Kernel]:
     """Return the kernels that a file declares, in order."""
-    found = [x for x in vars(file).values() if isinstance(x, Kernel)]
-    return [x for x in found if x.code.fn.__module__ == file.__name__]
+    kernels = [x for x in vars(file).values() if isinstance(x, Kernel)]
+    return [x for x in kernels if x.code.fn.__module__ == file.__name__]
 
 
 def builds(file: ModuleType, data: str, chip: str) -> Iterator[Build]:

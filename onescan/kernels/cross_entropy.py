@@ -40,11 +40,11 @@ def losses(
         n = n * tl.exp(m - reference) + tl.sum(tl.exp(x - reference), 0)
         m = higher
     label = tl.load(labels + row)
-    known = (label >= 0) & (label < classes)
-    own = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+    is_valid = (label >= 0) & (label < classes)
+    label_logit = tl.load(logits + label, mask=is_valid, other=float("nan")).to(tl.float32)
     tl.store(peak + row, m)
     tl.store(mass + row, n)
-    tl.store(loss + row, tl.where(label == ignored, 0.0, tl.log(n) + (m - own)))
+    tl.store(loss + row, tl.where(label == ignored, 0.0, tl.log(n) + (m - label_logit)))
 
 
 @kernel(blocks_of)
@@ -61,7 +61,7 @@ def losses_back(
     label = tl.load(labels + row)
     offsets = row * classes + c
     x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float32)
-    share = tl.exp(x - tl.load(peak + row)) / tl.load(mass + row)
-    gradient = share - tl.where(c == label, 1.0, 0.0)
+    probability = tl.exp(x - tl.load(peak + row)) / tl.load(mass + row)
+    gradient = probability - tl.where(c == label, 1.0, 0.0)
     gradient = tl.where(label == ignored, 0.0, gradient * tl.load(dloss + row))
     tl.store(dlogits + offsets, gradient, mask=mask)

@@ -60,8 +60,8 @@ def chunk_sums(
         step: tl.constexpr = 1 if RIGHTWARD else -1
         begin += step * H
         mask = (t + step < tokens) & (x + step >= 0) & (x + step < BLOCK_T)
-    own = load_decays(decays, begin, rows, mask, first, K, BLOCK_K)
-    return tl.cumsum(own, 0, reverse=RIGHTWARD == AFTER)
+    log_decays = load_decays(decays, begin, rows, mask, first, K, BLOCK_K)
+    return tl.cumsum(log_decays, 0, reverse=RIGHTWARD == AFTER)
 
 
 @jit
@@ -155,23 +155,23 @@ def read(
                 decays, begin + of_right if TRANSPOSED else begin, rows, t, tokens, first,
                 H, K, not TRANSPOSED, TRANSPOSED, BLOCK_T, BLOCK_K,
             )  # fmt: skip
-            met = queries * tl.exp(passed)
+            decayed_queries = queries * tl.exp(passed)
             kv = load_state(before, below_line, first, start, K, V, BLOCK_K, BLOCK_V)
-            acc += product(met, kv, OPERAND, PRECISION)
+            acc += product(decayed_queries, kv, OPERAND, PRECISION)
             if NORMALIZER and not TRANSPOSED:
                 z = tl.load(before_sum + below_line * K + f, mask=f < K, other=0)
-                total += tl.sum(met * z[None, :], 1)
+                total += tl.sum(decayed_queries * z[None, :], 1)
         if ABOVE:
             passed = chunk_sums(
                 decays, begin if TRANSPOSED else begin + of_right, rows, t, tokens, first,
                 H, K, TRANSPOSED, TRANSPOSED, BLOCK_T, BLOCK_K,
             )  # fmt: skip
-            met = queries * tl.exp(passed)
+            decayed_queries = queries * tl.exp(passed)
             kv = load_state(before, above_line, first, start, K, V, BLOCK_K, BLOCK_V)
-            acc += product(met, kv, OPERAND, PRECISION)
+            acc += product(decayed_queries, kv, OPERAND, PRECISION)
             if NORMALIZER and not TRANSPOSED:
                 z = tl.load(before_sum + above_line * K + f, mask=f < K, other=0)
-                total += tl.sum(met * z[None, :], 1)
+                total += tl.sum(decayed_queries * z[None, :], 1)
     factor = tl.full([BLOCK_T], 1.0, tl.float32)
     if NORMALIZER:
         if TRANSPOSED:
@@ -206,7 +206,7 @@ def inner_products(
 
 @jit
 def state_gradients(
-    q, k, do, v, own, leaving, scale, dc, before, before_sum, after, after_sum,
+    q, k, do, v, log_decays, leaving, scale, dc, before, before_sum, after, after_sum,
     line, rows, valid, first,
     K: tl.constexpr, V: tl.constexpr, RIGHTWARD: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -214,14 +214,14 @@ def state_gradients(
 ):  # fmt: skip
     """Compute the gradients of queries, keys and decays through the states of one direction.
 
-    own: log-decays; leaving: their sums after each token; q, k: tiles.
+    log_decays: those of the tile; leaving: their sums after each token; q, k: tiles.
     """
     one = tl.full([BLOCK_T], 1.0, tl.float32)
-    through = tl.exp(tl.sum(own, 0))
+    through = tl.exp(tl.sum(log_decays, 0))
     through *= inner_products(
         before, before_sum, after, after_sum, line, first, K, V, BLOCK_K, BLOCK_V
     )  # fmt: skip
-    dq = tl.exp(tl.cumsum(own, 0, reverse=not RIGHTWARD)) * state_gradient(
+    dq = tl.exp(tl.cumsum(log_decays, 0, reverse=not RIGHTWARD)) * state_gradient(
         do, before, before_sum, scale, dc, line, rows, valid, first, K, V, HAS_SCALE,
         BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
     )  # fmt: skip
@@ -272,7 +272,7 @@ def gradients(
     dscores = scores_of(do, v, rows, valid, V, BLOCK_T, BLOCK_V, OPERAND, PRECISION)
     dscores = dscores * factor[:, None] + of_sum[:, None]
     i, j = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
-    own = tl.sum(tl.where(i == j, dscores, 0.0), 1)[:, None]
+    diagonal = tl.sum(tl.where(i == j, dscores, 0.0), 1)[:, None]
     leaving = chunk_sums(
         decays, begin, rows, t, tokens, first, H, K, True, True, BLOCK_T, BLOCK_K
     )  # fmt: skip
@@ -281,8 +281,8 @@ def gradients(
         before, before_sum, after, after_sum, left, rows, valid, first, K, V, True, HAS_SCALE,
         BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION, EXACT,
     )  # fmt: skip
-    of_queries += own * keys
-    of_keys += own * queries
+    of_queries += diagonal * keys
+    of_keys += diagonal * queries
     of_backward = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     if ABOVE:
         leaving = chunk_sums(
@@ -298,9 +298,9 @@ def gradients(
         of_keys += more_keys
     for level in range(LEVELS):  # not unrolled: masks of all levels at once would not fit
         near, far = level_factors(forward, backward, level, ABOVE, BLOCK_T, EXACT)
-        met = tl.where(pairs_in_level(level, True, ABOVE, BLOCK_T), dscores, 0.0)
-        more_queries = near * product(met, keys * far, OPERAND, PRECISION)
-        more_keys = far * product(tl.trans(met), queries * near, OPERAND, PRECISION)
+        level_dscores = tl.where(pairs_in_level(level, True, ABOVE, BLOCK_T), dscores, 0.0)
+        more_queries = near * product(level_dscores, keys * far, OPERAND, PRECISION)
+        more_keys = far * product(tl.trans(level_dscores), queries * near, OPERAND, PRECISION)
         of_queries += more_queries
         of_keys += more_keys
         more_queries *= queries

@@ -118,12 +118,14 @@ def read(
     o, wide_o = o + begin * V, wide_o + begin * V
     line = tl.arange(0, BLOCK_T) * H
     rows = line[:, None]
-    own, below, _ = cumulative_decay(decays, lower * BELOW * batch + sample, t, tokens, head, H)
-    below = below - own if TRANSPOSED else below
-    own, above, end = cumulative_decay(
+    log_decay, below, _ = cumulative_decay(
+        decays, lower * BELOW * batch + sample, t, tokens, head, H
+    )
+    below = below - log_decay if TRANSPOSED else below
+    log_decay, above, end = cumulative_decay(
         decays, (1 - lower) * ABOVE * batch + sample, t, tokens, head, H
     )
-    above = above if TRANSPOSED else above - own
+    above = above if TRANSPOSED else above - log_decay
     near = exponential(below)
     far = exponential(end - above)
     # indices of states, [D, B, H, N]
@@ -211,10 +213,10 @@ def query_gradients(
     across = (batch * H).to(tl.int64)
     right = left + across * chunks
     _, forward, forward_end = cumulative_decay(decays, sample, t, tokens, head, H)
-    own, backward, backward_end = cumulative_decay(
+    log_decay, backward, backward_end = cumulative_decay(
         decays, ABOVE * batch + sample, t, tokens, head, H
     )
-    backward -= own
+    backward -= log_decay
     near, far = exponential(forward), exponential(backward_end - backward)
     factor = tl.full([BLOCK_T], 1.0, tl.float32)
     of_sum = tl.zeros([BLOCK_T], tl.float32)
@@ -280,8 +282,8 @@ def key_gradients(
     across = (batch * H).to(tl.int64)
     right = left + across * chunks
     _, forward, forward_end = cumulative_decay(decays, sample, t, tokens, head, H)
-    own, backward, _ = cumulative_decay(decays, ABOVE * batch + sample, t, tokens, head, H)
-    backward -= own
+    log_decay, backward, _ = cumulative_decay(decays, ABOVE * batch + sample, t, tokens, head, H)
+    backward -= log_decay
     near, far = exponential(backward), exponential(forward_end - forward)
     # rows are keys, so the scores of the forward direction are above the diagonal
     dscores = scores_of(v, do, rows, valid, V, BLOCK_T, BLOCK_V, OPERAND, PRECISION)
@@ -289,15 +291,17 @@ def key_gradients(
         dscores *= tl.load(scale + begin + line, mask=valid, other=0)[None, :]
         dscores += tl.load(dc + begin + line, mask=valid, other=0)[None, :]
     dscores *= decay_mask(backward, forward, ABOVE, True, BLOCK_T)
-    met = dscores * scores_of(k, q, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
+    pair_gradients = dscores * scores_of(k, q, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
     j = tl.arange(0, BLOCK_T)[:, None]
     i = tl.arange(0, BLOCK_T)[None, :]
     # a decay applies between each key before it and each query at its own token or later
-    crossing = product(tl.where(j < i, met, 0.0), tl.where(j >= i, 1.0, 0.0), OPERAND, PRECISION)
+    crossing = product(
+        tl.where(j < i, pair_gradients, 0.0), tl.where(j >= i, 1.0, 0.0), OPERAND, PRECISION
+    )
     to_right = tl.sum(tl.where(j < i, crossing, 0.0), 0)
     if ABOVE:
-        met = tl.where(j > i, met, 0.0)
-        crossing = product(met, tl.where(j <= i, 1.0, 0.0), OPERAND, PRECISION)
+        pair_gradients = tl.where(j > i, pair_gradients, 0.0)
+        crossing = product(pair_gradients, tl.where(j <= i, 1.0, 0.0), OPERAND, PRECISION)
         to_left = tl.sum(tl.where(j > i, crossing, 0.0), 0)
     one = tl.full([BLOCK_T], 1.0, tl.float32)
     gives_right = tl.zeros([BLOCK_T], tl.float32)

@@ -23,7 +23,7 @@ from onescan.kernels.common import (
 )
 from onescan.kernels.feature_maps import features
 
-VANISHED = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
+MIN_LOG_DECAY = tl.constexpr(-800.0)  # exp of anything smaller is 0 in every dtype
 MIN_DIVISOR = tl.constexpr(1e-30)  # as in onescan.ops.numerics
 
 # How outputs are normalized by their row sum.
@@ -118,9 +118,9 @@ def scores_of(
 @jit
 def cumulative_decay(decays, row, t, tokens, head, H: tl.constexpr):
     """Return the log-decay of each token, the cumulative sums and the total, in float64."""
-    own = tl.load(decays + (row * tokens + t) * H + head, mask=t < tokens, other=0).to(tl.float64)
-    own = tl.where(own < VANISHED, VANISHED, own)
-    return own, tl.cumsum(own, 0), tl.sum(own, 0)
+    logs = tl.load(decays + (row * tokens + t) * H + head, mask=t < tokens, other=0).to(tl.float64)
+    logs = tl.where(logs < MIN_LOG_DECAY, MIN_LOG_DECAY, logs)
+    return logs, tl.cumsum(logs, 0), tl.sum(logs, 0)
 
 
 @jit
@@ -132,8 +132,8 @@ def exponential(x):
 @jit
 def load_decays(decays, begin, rows, mask, first, K: tl.constexpr, BLOCK: tl.constexpr):
     """Load log-decays of a block of channels, clamped so that their sums stay finite."""
-    own = load_tile(decays + begin * K, rows, mask, first, K, BLOCK)
-    return tl.where(own < VANISHED, VANISHED, own)
+    logs = load_tile(decays + begin * K, rows, mask, first, K, BLOCK)
+    return tl.where(logs < MIN_LOG_DECAY, MIN_LOG_DECAY, logs)
 
 
 @jit
@@ -194,7 +194,8 @@ def states(
     e = start + tl.arange(0, BLOCK_V)
     inside = (c < K)[:, None] & (e < V)[None, :]
     offsets = c[:, None] * V + e[None, :]
-    alone = (c < K) & (start == 0)  # only one of the programs that share these keys stores the sum
+    # only one of the programs that share these keys stores the sum
+    sum_mask = (c < K) & (start == 0)
     rightward = (direction == 0) != GRADIENT
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
@@ -215,17 +216,17 @@ def states(
         begin = (sample * tokens + chunk * BLOCK_T) * H + head
         chunk_index = line * chunks + chunk
         tl.store(before + chunk_index * (K * V) + offsets, acc, mask=inside)
-        tl.store(before_sum + chunk_index * K + c, total, mask=alone)
+        tl.store(before_sum + chunk_index * K + c, total, mask=sum_mask)
         if DIAGONAL:
             of_direction = direction * (batch * H).to(tl.int64) * tokens
-            own = load_decays(decays, of_direction + begin, rows, t < tokens, first, K, BLOCK_K)
-            weights = tl.exp(sums_of(passed, own, EXACT))
-            through = tl.exp(tl.sum(own, 0))
+            logs = load_decays(decays, of_direction + begin, rows, t < tokens, first, K, BLOCK_K)
+            weights = tl.exp(sums_of(passed, logs, EXACT))
+            through = tl.exp(tl.sum(logs, 0))
             acc *= through[:, None]
         else:
             row = direction * batch + sample
-            own, sums, end = cumulative_decay(decays, row, t, tokens, head, H)
-            sums = tl.where(direction == 0, sums, sums - own)
+            logs, sums, end = cumulative_decay(decays, row, t, tokens, head, H)
+            sums = tl.where(direction == 0, sums, sums - logs)
             weights = exponential(tl.where(rightward, end - sums, sums))[:, None]
             through = exponential(end)
             acc *= through
@@ -240,7 +241,7 @@ def states(
             keys *= tl.load(scale + begin + rows, mask=valid[:, None], other=0)
         acc += product(tl.trans(keys), values, OPERAND, PRECISION)
     tl.store(kv_out + line * (K * V) + offsets, acc, mask=inside)
-    tl.store(sum_out + line * K + c, total, mask=alone)
+    tl.store(sum_out + line * K + c, total, mask=sum_mask)
 
 
 @kernel(
@@ -277,16 +278,16 @@ def step(
     for t in range(tokens):
         token = sample * tokens + t
         row = token * H + head
-        keys_there, values_there = c < K, e < V
+        key_mask, value_mask = c < K, e < V
         if HAS_KEEP:
-            known = tl.load(keep + token) != 0
-            keys_there &= known
-            values_there &= known
-        query = tl.load(q + token * q_stride + head * K + c, mask=keys_there, other=0)
-        query = features(query.to(tl.float32), keys_there, MAP)
-        key = tl.load(k + token * k_stride + head * K + c, mask=keys_there, other=0)
-        key = features(key.to(tl.float32), keys_there, MAP)
-        value = tl.load(v + token * v_stride + head * V + e, mask=values_there, other=0)
+            is_real = tl.load(keep + token) != 0
+            key_mask &= is_real
+            value_mask &= is_real
+        query = tl.load(q + token * q_stride + head * K + c, mask=key_mask, other=0)
+        query = features(query.to(tl.float32), key_mask, MAP)
+        key = tl.load(k + token * k_stride + head * K + c, mask=key_mask, other=0)
+        key = features(key.to(tl.float32), key_mask, MAP)
+        value = tl.load(v + token * v_stride + head * V + e, mask=value_mask, other=0)
         value = value.to(tl.float32)
         if DIAGONAL:
             decay = tl.exp(tl.load(decays + row * K + c, mask=c < K, other=0))

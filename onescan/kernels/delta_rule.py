@@ -116,8 +116,8 @@ def passed_decay(
     passed = tl.zeros([BLOCK_T], tl.float64)
     if HAS_DECAYS:
         row = direction * batch + sample
-        own, sums, end = cumulative_decay(decays, row, t, tokens, head, H)
-        passed = tl.where(direction == 0, sums, end - sums + own)
+        log_decay, sums, end = cumulative_decay(decays, row, t, tokens, head, H)
+        passed = tl.where(direction == 0, sums, end - sums + log_decay)
     else:
         end = tl.sum(passed, 0)
     return passed, end
@@ -138,13 +138,13 @@ def decay_between(
 
 
 @jit
-def own_scores(q, k, rows, valid, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+def self_scores(q, k, rows, valid, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
     """Compute q_t . k_t for the tokens of a tile."""
-    own = tl.zeros([BLOCK_T], tl.float32)
+    scores = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, K, BLOCK_K):
         queries = load_tile(q, rows, valid, first, K, BLOCK_K).to(tl.float32)
-        own += tl.sum(queries * load_tile(k, rows, valid, first, K, BLOCK_K), 1)
-    return own
+        scores += tl.sum(queries * load_tile(k, rows, valid, first, K, BLOCK_K), 1)
+    return scores
 
 
 @jit
@@ -214,8 +214,8 @@ def solve(
         scores *= decay_between(passed, direction, True, HAS_DECAYS, BLOCK_T)
         for start in range(0, V, BLOCK_V):
             e = start + tl.arange(0, BLOCK_V)[None, :]
-            slopes = load_tile(do, rows, valid, start, V, BLOCK_V)
-            tile = product(tl.trans(scores), slopes, OPERAND, PRECISION)
+            do_tile = load_tile(do, rows, valid, start, V, BLOCK_V)
+            tile = product(tl.trans(scores), do_tile, OPERAND, PRECISION)
             tl.store(derrors + rows * V + e, tile, mask=inside & (e < V))
 
 
@@ -269,8 +269,8 @@ def states(
             acc *= exponential(end)
             queries = load_tile(q + begin * K, rows, valid, 0, K, BLOCK_K)
             queries *= exponential(passed)[:, None]
-            slopes = load_tile(do + begin * V, rows, valid, start, V, BLOCK_V)
-            acc += product(tl.trans(queries), slopes, OPERAND, PRECISION)
+            do_tile = load_tile(do + begin * V, rows, valid, start, V, BLOCK_V)
+            acc += product(tl.trans(queries), do_tile, OPERAND, PRECISION)
             acc -= product(tl.trans(solved), strength * tile, OPERAND, PRECISION)
         else:
             tile -= product(solved, acc, OPERAND, PRECISION)
@@ -297,8 +297,8 @@ def read_direction(
     begin = ((direction * batch + sample) * tokens + chunk * BLOCK_T) * H + head
     row = ((direction * batch + sample) * H + head) * chunks + chunk
     weights = scores * decay_between(passed, direction, True, HAS_DECAYS, BLOCK_T)
-    found = load_tile(errors + begin * V, rows, t < tokens, start, V, BLOCK_V)
-    acc = product(weights * strength[None, :], found, OPERAND, PRECISION)
+    error_tile = load_tile(errors + begin * V, rows, t < tokens, start, V, BLOCK_V)
+    acc = product(weights * strength[None, :], error_tile, OPERAND, PRECISION)
     return acc + exponential(passed)[:, None] * read_state(
         q, before, row, rows, valid, start, K, V,
         BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
@@ -322,7 +322,7 @@ def read(
     rows = (i * H)[:, None]
     strength = tl.load(beta + begin + i * H, mask=valid, other=0)
     scores = scores_of(q, k, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
-    own = strength * own_scores(q, k, rows, valid, K, BLOCK_T, BLOCK_K)
+    self_weights = strength * self_scores(q, k, rows, valid, K, BLOCK_T, BLOCK_K)
     for start in range(0, V, BLOCK_V):
         acc = read_direction(
             scores, q, errors, before, strength, decays, 0, batch, tokens, chunks, sample, head,
@@ -335,7 +335,7 @@ def read(
                 head, chunk, t, valid, start, H, K, V, HAS_DECAYS,
                 BLOCK_T, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
             )  # fmt: skip
-            acc -= own[:, None] * load_tile(v, rows, valid, start, V, BLOCK_V)
+            acc -= self_weights[:, None] * load_tile(v, rows, valid, start, V, BLOCK_V)
         e = start + tl.arange(0, BLOCK_V)
         mask = (t < tokens)[:, None] & (e < V)[None, :]
         tl.store(o + rows * V + e[None, :], acc, mask=mask)
@@ -372,14 +372,14 @@ def pair_gradients(
     for start in range(0, V, BLOCK_V):
         e = start + tl.arange(0, BLOCK_V)[None, :]
         mask = (t < tokens)[:, None] & (e < V)
-        slopes = load_tile(do, rows, valid, start, V, BLOCK_V)
-        found = load_tile(errors, rows, t < tokens, start, V, BLOCK_V)
-        of_written = tl.load(derrors + rows * V + e, mask=mask, other=0).to(tl.float32)
-        of_v = product(tl.trans(solved), strength[:, None] * of_written, OPERAND, PRECISION)
+        do_tile = load_tile(do, rows, valid, start, V, BLOCK_V)
+        error_tile = load_tile(errors, rows, t < tokens, start, V, BLOCK_V)
+        derror_tile = tl.load(derrors + rows * V + e, mask=mask, other=0).to(tl.float32)
+        of_v = product(tl.trans(solved), strength[:, None] * derror_tile, OPERAND, PRECISION)
         tl.store(derrors + rows * V + e, of_v, mask=mask)
-        x += product(slopes, tl.trans(found), OPERAND, PRECISION)
-        y += product(of_v, tl.trans(found), OPERAND, PRECISION)
-        of_beta += tl.sum(of_written * found.to(tl.float32), 1)
+        x += product(do_tile, tl.trans(error_tile), OPERAND, PRECISION)
+        y += product(of_v, tl.trans(error_tile), OPERAND, PRECISION)
+        of_beta += tl.sum(derror_tile * error_tile.to(tl.float32), 1)
     passed, _ = passed_decay(
         decays, direction, batch, sample, t, tokens, head, H, HAS_DECAYS, BLOCK_T
     )
@@ -393,8 +393,8 @@ def pair_gradients(
     if HAS_DDECAYS:  # a decay applies between the tokens visited before it and all others
         scores = scores_of(q, k, rows, valid, K, BLOCK_T, BLOCK_K, OPERAND, PRECISION)
         before = tl.where(direction == 0, i < j, i > j)
-        met = tl.where(i == j, 0.0, x * scores + y * gram)
-        crossing = product(met, tl.where(before, 1.0, 0.0), OPERAND, PRECISION)
+        pair_products = tl.where(i == j, 0.0, x * scores + y * gram)
+        crossing = product(pair_products, tl.where(before, 1.0, 0.0), OPERAND, PRECISION)
         change = tl.sum(tl.where(before, 0.0, crossing), 0)
         tl.store(ddecays + first_row + line, change, mask=t < tokens)
     pair_offsets = first_row * BLOCK_T + rows * BLOCK_T + j
@@ -420,18 +420,18 @@ def through_states(
     of_q = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     of_read = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     of_write = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    met = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    products = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     for start in range(0, V, BLOCK_V):
-        slopes = load_tile(do, rows, valid, start, V, BLOCK_V)
+        do_tile = load_tile(do, rows, valid, start, V, BLOCK_V)
         of_v = load_tile(derrors + first_row * V, rows, t < tokens, start, V, BLOCK_V)
-        found = load_tile(errors + first_row * V, rows, t < tokens, start, V, BLOCK_V)
+        error_tile = load_tile(errors + first_row * V, rows, t < tokens, start, V, BLOCK_V)
         kv = load_state(before, row, first, start, K, V, BLOCK_K, BLOCK_V)
         dkv = load_state(after, row, first, start, K, V, BLOCK_K, BLOCK_V)
-        of_q += product(slopes, tl.trans(kv), OPERAND, PRECISION)
+        of_q += product(do_tile, tl.trans(kv), OPERAND, PRECISION)
         of_read += product(of_v, tl.trans(kv), OPERAND, PRECISION)
-        of_write += product(found, tl.trans(dkv), OPERAND, PRECISION)
+        of_write += product(error_tile, tl.trans(dkv), OPERAND, PRECISION)
         if HAS_DECAYS:
-            met += kv.to(tl.float32) * dkv.to(tl.float32)
+            products += kv.to(tl.float32) * dkv.to(tl.float32)
     enter = exponential(passed)[:, None]
     of_q *= enter
     of_read *= enter
@@ -444,7 +444,7 @@ def through_states(
         of_decay = tl.cumsum(entered, 0, reverse=True) + tl.cumsum(left, 0) - left
     else:
         of_decay = tl.cumsum(entered, 0) + tl.cumsum(left, 0, reverse=True) - left
-    of_decay += exponential(end) * tl.sum(tl.sum(met, 1), 0)
+    of_decay += exponential(end) * tl.sum(tl.sum(products, 1), 0)
     return of_q, of_write - of_read, of_decay
 
 
@@ -470,19 +470,19 @@ def gradients(
     rows = line[:, None]
     strength = tl.load(beta + begin + line, mask=valid, other=0)
     if BOTH:
-        own = own_scores(q, k, rows, valid, K, BLOCK_T, BLOCK_K)
-        of_own = tl.zeros([BLOCK_T], tl.float32)
+        self_weights = self_scores(q, k, rows, valid, K, BLOCK_T, BLOCK_K)
+        of_self = tl.zeros([BLOCK_T], tl.float32)
         for start in range(0, V, BLOCK_V):
             e = start + tl.arange(0, BLOCK_V)[None, :]
-            slopes = load_tile(do, rows, valid, start, V, BLOCK_V).to(tl.float32)
-            of_own += tl.sum(slopes * load_tile(v, rows, valid, start, V, BLOCK_V), 1)
+            do_tile = load_tile(do, rows, valid, start, V, BLOCK_V).to(tl.float32)
+            of_self += tl.sum(do_tile * load_tile(v, rows, valid, start, V, BLOCK_V), 1)
             left = load_tile(derrors + begin * V, rows, t < tokens, start, V, BLOCK_V)
             right = load_tile(derrors + (begin + across) * V, rows, t < tokens, start, V, BLOCK_V)
-            of_v = left.to(tl.float32) + right - (strength * own)[:, None] * slopes
+            of_v = left.to(tl.float32) + right - (strength * self_weights)[:, None] * do_tile
             tl.store(dv + rows * V + e, of_v, mask=(t < tokens)[:, None] & (e < V))
         left = tl.load(dbetas + begin + line, mask=t < tokens, other=0)
         right = tl.load(dbetas + across + begin + line, mask=t < tokens, other=0)
-        tl.store(dbeta + begin + line, left + right - own * of_own, mask=t < tokens)
+        tl.store(dbeta + begin + line, left + right - self_weights * of_self, mask=t < tokens)
     to_right = tl.zeros([BLOCK_T], tl.float32)
     to_left = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -491,12 +491,12 @@ def gradients(
         of_q = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         of_k = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         if BOTH:
-            of_q -= (strength * of_own)[:, None] * keys
-            of_k -= (strength * of_own)[:, None] * queries
+            of_q -= (strength * of_self)[:, None] * keys
+            of_k -= (strength * of_self)[:, None] * queries
         for direction in range(2 if BOTH else 1):
-            place = (begin + direction * across) * BLOCK_T
-            x = load_tile(pairs + place, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
-            y = load_tile(key_pairs + place, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
+            pair_offset = (begin + direction * across) * BLOCK_T
+            x = load_tile(pairs + pair_offset, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
+            y = load_tile(key_pairs + pair_offset, rows, t < tokens, 0, BLOCK_T, BLOCK_T)
             of_q += product(x, keys, OPERAND, PRECISION)
             of_k += product(tl.trans(x), queries, OPERAND, PRECISION)
             of_k += product(y, keys, OPERAND, PRECISION)
@@ -511,12 +511,14 @@ def gradients(
             to_left += tl.where(direction == 0, 0.0, change)
         c = first + tl.arange(0, BLOCK_K)[None, :]
         mask = (t < tokens)[:, None] & (c < K)
-        place = begin * K + rows * K + c
-        tl.store(dq + place, of_q, mask=mask)
-        tl.store(dk + place, tl.where(valid[:, None], of_k, 0.0), mask=mask)
+        offsets = begin * K + rows * K + c
+        tl.store(dq + offsets, of_q, mask=mask)
+        tl.store(dk + offsets, tl.where(valid[:, None], of_k, 0.0), mask=mask)
     if HAS_DDECAYS:
-        place = ddecays + begin + line
-        tl.store(place, tl.load(place, mask=t < tokens, other=0) + to_right, mask=t < tokens)
+        pointers = ddecays + begin + line
+        tl.store(pointers, tl.load(pointers, mask=t < tokens, other=0) + to_right, mask=t < tokens)
         if BOTH:
-            place += across
-            tl.store(place, tl.load(place, mask=t < tokens, other=0) + to_left, mask=t < tokens)
+            pointers += across
+            tl.store(
+                pointers, tl.load(pointers, mask=t < tokens, other=0) + to_left, mask=t < tokens
+            )

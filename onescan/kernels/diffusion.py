@@ -111,10 +111,10 @@ def step(
         tile = tl.load(x + ((x_row + left) * H + head) * V + tile_offsets, mask=mask, other=0)
         mixed += product(factors, tile, OPERAND, PRECISION)
     mask = (t_real & (t >= x_first))[:, None] & (e < V)[None, :]
-    own = tl.load(x + ((x_row + first) * H + head) * V + tile_offsets, mask=mask, other=0).to(
+    own_tile = tl.load(x + ((x_row + first) * H + head) * V + tile_offsets, mask=mask, other=0).to(
         tl.float32
     )
-    moved = mixed + (1 - row_sums)[:, None] * own  # zero for masked tokens
+    moved = mixed + (1 - row_sums)[:, None] * own_tile  # zero for masked tokens
     inside = (t < tokens)[:, None] & (e < V)[None, :]
     tl.store(y + ((y_row + first) * H + head) * V + tile_offsets, moved, mask=inside)
 
@@ -156,20 +156,20 @@ def rates_gradient(
             at_t = x + ((sample * tokens + first) * H + head) * V
             at_s = at_t + offset * (H * V)
             outer = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-            own = tl.zeros([BLOCK_T], tl.float32)
+            dots = tl.zeros([BLOCK_T], tl.float32)
             for left in range(0, V, BLOCK_V):
                 e = left + tl.arange(0, BLOCK_V)
                 mask = t_real[:, None] & (e < V)[None, :]
-                place = i[:, None] * (H * V) + e[None, :]
-                slope = tl.load(at_dy + place, mask=mask, other=0)
-                own_x = tl.load(at_t + place, mask=mask, other=0)
+                tile_offsets = i[:, None] * (H * V) + e[None, :]
+                dy_tile = tl.load(at_dy + tile_offsets, mask=mask, other=0)
+                x_tile = tl.load(at_t + tile_offsets, mask=mask, other=0)
                 mask = s_real[:, None] & (e < V)[None, :]
-                others = tl.load(at_s + place, mask=mask, other=0)
-                outer += product(slope, tl.trans(others), OPERAND, PRECISION)
-                own += tl.sum(slope.to(tl.float32) * own_x.to(tl.float32), 1)
+                s_tile = tl.load(at_s + tile_offsets, mask=mask, other=0)
+                outer += product(dy_tile, tl.trans(s_tile), OPERAND, PRECISION)
+                dots += tl.sum(dy_tile.to(tl.float32) * x_tile.to(tl.float32), 1)
             pairs = connected(sequence, sample, t, s, t_real, s_real, tokens, HAS_SEQUENCE)
-            terms += tl.where(pairs, outer - own[:, None], 0)
+            terms += tl.where(pairs, outer - dots[:, None], 0)
     lag = i[:, None] - i[None, :] - offset
     row = (part * H + head) * BLOCK_T + i
-    place = drates + row[:, None] * (2 * radius + 1) + radius + lag
-    tl.store(place, terms, mask=(lag <= radius) & (lag >= -radius))
+    pointers = drates + row[:, None] * (2 * radius + 1) + radius + lag
+    tl.store(pointers, terms, mask=(lag <= radius) & (lag >= -radius))

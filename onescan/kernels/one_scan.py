@@ -135,15 +135,15 @@ def summarize(
         values = tl.load(pointers, mask=valid[:, None] & value_mask, other=0)
         higher = tl.maximum(m, tl.max(logits, 0))
         reference = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(m - reference)
+        decay = tl.exp(m - reference)
         w = tl.exp(logits - reference[None, :])
-        m, n = higher, n * kept + tl.sum(w, 0)
+        m, n = higher, n * decay + tl.sum(w, 0)
         if LRPE:
             cos, sin = load_rotary(rotary, start, r, head, c, tokens, H, K)
-            own = product(tl.trans(w * sin), values, OPERAND, PRECISION)
-            sin_half = sin_half * kept[:, None] + own
+            added = product(tl.trans(w * sin), values, OPERAND, PRECISION)
+            sin_half = sin_half * decay[:, None] + added
             w *= cos
-        cos_half = cos_half * kept[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
+        cos_half = cos_half * decay[:, None] + product(tl.trans(w), values, OPERAND, PRECISION)
     row = (sample * parts + part) * H + head
     tl.store(peak + row * K + c, m, mask=c < K)
     tl.store(mass + row * K + c, n, mask=c < K)
@@ -185,26 +185,29 @@ def merge(
         last = tl.load(firsts + group + 1).to(tl.int64)
     for part in range(first, last):
         part_row = part * H + head
-        own_m = tl.load(peak + part_row * K + c).to(tl.float64)
-        own_n = tl.load(mass + part_row * K + c)
-        own = tl.load(sums + part_row * (F * V) + f[:, None] * V + e[None, :], mask=inside, other=0)
-        higher = tl.maximum(m, own_m)
+        part_m = tl.load(peak + part_row * K + c).to(tl.float64)
+        part_n = tl.load(mass + part_row * K + c)
+        part_sums = tl.load(
+            sums + part_row * (F * V) + f[:, None] * V + e[None, :], mask=inside, other=0
+        )
+        higher = tl.maximum(m, part_m)
         finite = tl.where(higher == float("-inf"), 0.0, higher)
-        before, now = tl.exp((m - finite).to(tl.float32)), tl.exp((own_m - finite).to(tl.float32))
-        acc = acc * before[:, None] + own * now[:, None]
-        m, n = higher, n * before + own_n * now
-    weighs = n > 0
+        old_scale = tl.exp((m - finite).to(tl.float32))
+        part_scale = tl.exp((part_m - finite).to(tl.float32))
+        acc = acc * old_scale[:, None] + part_sums * part_scale[:, None]
+        m, n = higher, n * old_scale + part_n * part_scale
+    has_weight = n > 0
     # round the reference to float32, and move its rounding error into the total
-    finite = tl.where(weighs, m, 0.0)
+    finite = tl.where(has_weight, m, 0.0)
     rounded = finite.to(tl.float32)
-    rest = tl.exp((finite - rounded.to(tl.float64)).to(tl.float32))
-    n = tl.where(weighs, n * rest, 1.0)
-    tl.store(kv + offsets, acc * (rest / n)[:, None], mask=inside)
-    once = f < K
-    tl.store(reference + row * K + c, rounded, mask=once)
-    tl.store(total + row * K + c, n, mask=once)
-    exact = tl.where(weighs, rounded.to(tl.float64) + tl.log(n.to(tl.float64)), LOG_ZERO)
-    tl.store(z + row * K + c, exact, mask=once)
+    correction = tl.exp((finite - rounded.to(tl.float64)).to(tl.float32))
+    n = tl.where(has_weight, n * correction, 1.0)
+    tl.store(kv + offsets, acc * (correction / n)[:, None], mask=inside)
+    is_first_half = f < K
+    tl.store(reference + row * K + c, rounded, mask=is_first_half)
+    tl.store(total + row * K + c, n, mask=is_first_half)
+    exact = tl.where(has_weight, rounded.to(tl.float64) + tl.log(n.to(tl.float64)), LOG_ZERO)
+    tl.store(z + row * K + c, exact, mask=is_first_half)
 
 
 @kernel(read_blocks)
@@ -428,8 +431,8 @@ def collect_tile(
                 da = tl.load(dangles + offsets, mask=written, other=0).to(tl.float32)
                 tl.store(dangles + offsets, da + w * (of_sin * cos - of_cos * sin), mask=written)
             of_cos = of_cos * cos + of_sin * sin
-        away = tl.load(offset + c, mask=c < K, other=0)
-        tl.store(dk + offsets, w * (of_cos - away[None, :]), mask=written)
+        offset_tile = tl.load(offset + c, mask=c < K, other=0)
+        tl.store(dk + offsets, w * (of_cos - offset_tile[None, :]), mask=written)
         if HOLDS:
             if LRPE:
                 acc += product(w * sin, sin_half, OPERAND, PRECISION)

@@ -10,7 +10,7 @@ For the gradient of log_decay, each term is multiplied by its lag:
 
 dx is the same sum over dy, in the opposite direction.
 
-The recurrence takes 2 E multiplications per number. A form with matrix products would take as many,
+The recurrence takes 2 E multiplications per number. So would a form with matrix products:
 E to write the states of chunks and E to read them. As each channel has its own matrix, it would
 also need x transposed. The recurrence reads x in place, [B, T, D], and stores only y.
 
@@ -62,8 +62,8 @@ def decays_of(log_decay, offsets, mask, REFRESH: tl.constexpr):
     """Return lambda, and `REFRESH` times its relative rounding error."""
     exact = tl.exp(tl.load(log_decay + offsets, mask=mask, other=float("-inf")).to(tl.float64))
     decay = exact.to(tl.float32)
-    rest = (exact - decay.to(tl.float64)).to(tl.float32) / tl.maximum(decay, 1e-30)
-    return decay, rest * REFRESH
+    correction = (exact - decay.to(tl.float64)).to(tl.float32) / tl.maximum(decay, 1e-30)
+    return decay, correction * REFRESH
 
 
 @jit
@@ -109,7 +109,7 @@ def leave(
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = program % across // blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
+    decay, correction = decays_of(log_decay, table_offsets, table_mask, REFRESH)
     if WEIGHED:
         w = tl.load(weight + table_offsets, mask=table_mask, other=0)
     ahead = (-stride if BACKWARD else stride) * D
@@ -132,9 +132,9 @@ def leave(
                 values = w * values
             h = decay * h + values
             if (step + 1 - first) % REFRESH == 0:
-                h += rest * h
+                h += correction * h
                 if DERIVATIVE:
-                    k += rest * k
+                    k += correction * k
             x_now = x_next
         to = left + strip * (D * E) + table_offsets
         tl.store(to, h, mask=table_mask)
@@ -179,9 +179,9 @@ def carry(
         tl.store(pointers, h, mask=mask)
         if DERIVATIVE:
             pointers += parts * size
-            own_k = tl.load(pointers, mask=inner, other=0)
+            part_k = tl.load(pointers, mask=inner, other=0)
             tl.store(pointers, k, mask=mask)
-            k = through * (k + split * h) + own_k
+            k = through * (k + split * h) + part_k
         factor = through
         if HAS_H_IN and WEIGHED:
             factor = tl.where(part == 0, tl.exp((split - 1) * log), through)
@@ -208,7 +208,7 @@ def outputs(
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = FIRST_E + tl.arange(0, BLOCK_E)
     channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
+    decay, correction = decays_of(log_decay, table_offsets, table_mask, REFRESH)
     w = tl.load(weight + table_offsets, mask=table_mask, other=0)
     ahead = (-stride if BACKWARD else stride) * D
     for strip in range(program // blocks, lines * parts, groups):
@@ -238,7 +238,7 @@ def outputs(
                 h = decayed + values
                 out = tl.sum(w * (h if LAG == 0 else decayed), 0)
             if (step + 1 - first) % REFRESH == 0:
-                h += rest * h
+                h += correction * h
             if HAS_PARTIAL:
                 out += tl.load(partial + row_offsets, mask=channel_mask, other=0)
             tl.store(y + row_offsets, out, mask=channel_mask)
@@ -271,7 +271,7 @@ def coefficients(
     c = program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     e = program % across // blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     channel_mask, table_offsets, table_mask = tile_of(c, e, D, E)
-    decay, rest = decays_of(log_decay, table_offsets, table_mask, REFRESH)
+    decay, correction = decays_of(log_decay, table_offsets, table_mask, REFRESH)
     ahead = (-stride if BACKWARD else stride) * D
     of_weight = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     of_age = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # to be multiplied by the weight
@@ -307,8 +307,8 @@ def coefficients(
             of_weight += gradient * (h if LAG == 0 else decayed)
             of_age += gradient * k
             if (step + 1 - first) % REFRESH == 0:
-                h += rest * h
-                k += rest * k
+                h += correction * h
+                k += correction * k
             x_now, dy_now = x_next, dy_next
         if HAS_DLAST:
             if stop == length:

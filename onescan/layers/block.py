@@ -174,11 +174,11 @@ class ConditionedBlock(Block):
     def _forward(
         self, x: Hidden, grid: Grid, *, condition: Pooled | None, **options: Any
     ) -> tuple[Hidden, Any]:
-        shift, scale, gate, *of_mlp = self.modulation(condition)
+        shift, scale, gate, *mlp_parts = self.modulation(condition)
         y, state = self.mix(modulate(self.mixer_norm(x), shift, scale), grid, **options)
         x = x + gate * y
         if self.mlp is not None and self.mlp_norm is not None:
-            shift, scale, gate = of_mlp
+            shift, scale, gate = mlp_parts
             x = x + gate * self.mlp(modulate(self.mlp_norm(x), shift, scale))
         return x, state
 
@@ -193,7 +193,7 @@ class DropPath(nn.Module):
     def __init__(self, rate: float, *, scale_up: bool = True) -> None:
         super().__init__()
         if not 0 <= rate < 1:
-            raise ValueError(f"drop_path is {rate}, expected a probability from 0 to below 1")
+            raise ValueError(f"drop_path is {rate}, expected 0 or more and less than 1")
         self.rate, self.scale_up = rate, scale_up
 
     def forward(self, x: Tensor) -> Tensor:
@@ -251,8 +251,8 @@ class LabelEmbedding(nn.Module):
             low, high = (int(bound) for bound in torch.aminmax(labels))
             if low < 0 or high > self.num_classes:
                 raise ValueError(
-                    f"labels contain {low if low < 0 else high}, expected 0 to "
-                    f"{self.num_classes - 1}, the classes, or {self.num_classes} for none"
+                    f"labels contain {low if low < 0 else high}, expected classes from 0 to "
+                    f"{self.num_classes - 1}, or {self.num_classes} for no class"
                 )
         if self.training and self.dropout > 0:
             draws = torch.rand(labels.shape, device=labels.device)

@@ -20,12 +20,12 @@ class RealFirst(NamedTuple):
     """An order of the tokens of each sequence in which the real ones are next to each other.
 
     Attributes:
-        token: The token at each place.
-        place: The place of each token, the inverse permutation.
+        token: The token at each position.
+        position: The position of each token, the inverse permutation.
     """
 
     token: BatchIndices
-    place: BatchIndices
+    position: BatchIndices
 
     @classmethod
     def of(
@@ -35,7 +35,7 @@ class RealFirst(NamedTuple):
 
         Args:
             keep: True for real tokens.
-            sequence: Index of the packed sequence of each token, which keeps its place in the row.
+            sequence: Index of the packed sequence of each token. Sequences stay where they are.
                 None for one sequence per row.
             at_end: Move the real tokens to the end of each sequence instead of to the front.
 
@@ -45,8 +45,8 @@ class RealFirst(NamedTuple):
         first = ~keep if at_end else keep
         if sequence is None:  # counting is faster than sorting, and ONNX has no stable sort
             count = first.cumsum(dim=1)
-            place = torch.where(first, count, count[:, -1:] + (~first).cumsum(dim=1)) - 1
-            return cls(_inverse(place), place)
+            position = torch.where(first, count, count[:, -1:] + (~first).cumsum(dim=1)) - 1
+            return cls(_inverse(position), position)
         token = torch.argsort(2 * sequence + ~first, dim=1, stable=True)
         return cls(token, _inverse(token))
 
@@ -56,7 +56,7 @@ class RealFirst(NamedTuple):
 
     def restore(self, x: Hidden) -> Hidden:
         """Move all tokens back, the inverse of `collect`."""
-        return _gather(x, self.place)
+        return _gather(x, self.position)
 
 
 def _inverse(permutation: BatchIndices) -> BatchIndices:
@@ -73,7 +73,7 @@ class ShortConvolution(nn.Conv1d):
     Args:
         width: Number of channels.
         kernel_size: Number of tokens that are read, W.
-        causal: Read the token and those before it; False reads as many tokens on each side.
+        causal: Read the token and those before it; False reads equally many tokens on each side.
         bias: Add a bias.
 
     Raises:

@@ -60,7 +60,7 @@ class DecayConfig(ABC):
 
     @property
     def changes_keys(self) -> bool:
-        """Whether the decay computes, multiplies or initializes keys, which delta rules exclude."""
+        """Whether the decay computes, multiplies or initializes keys, which delta rules forbid."""
         return self.provides_keys
 
     @abstractmethod
@@ -491,7 +491,7 @@ class HGRN2DecayConfig(DecayConfig):
     provides_keys: ClassVar[bool] = True
 
     lower_bound: float = 0.0
-    """Smallest decay factor, from 0 to below 1."""
+    """Smallest decay factor, at least 0 and less than 1."""
     learned_lower_bound: bool = False
     """Learn the smallest decay factor of each block and channel, which increases from 0 in the
     first block. Requires lower_bound=0."""
@@ -507,7 +507,7 @@ class HGRN2DecayConfig(DecayConfig):
             )
         if not 0 <= self.lower_bound < 1:
             raise ValueError(
-                f"decay.lower_bound is {self.lower_bound}, expected a number from 0 to below 1"
+                f"decay.lower_bound is {self.lower_bound}, expected 0 or more and less than 1"
             )
         return HGRN2Decay(width, num_heads, head_width, self.lower_bound)
 
@@ -543,7 +543,7 @@ def bounded_decay(z: Tensor, lower_bound: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         z: Logits in float32 or wider.
-        lower_bound: l, from 0 to below 1; broadcasts with z.
+        lower_bound: l, at least 0 and less than 1; broadcasts with z.
     """
     lower_bound = lower_bound.to(z.dtype)
     complement = (1 - lower_bound) * torch.sigmoid(-z)

@@ -118,7 +118,7 @@ class ToeplitzPosition(nn.Module):
 
     Source: LightNet, arXiv:2405.21022, Eq. 17, with a weight for each decay:
     t_n = sum_e weight_e exp(-n exp(log_rate_e)), per channel and axis. Half-lives are initialized
-    between half a token and the number in `shape`, but at least 2 tokens. The paper states no
+    between half a token and the number in `shape`, but at least 2 tokens. The paper gives no
     initialization. Initial outputs have the scale of x.
 
     If joint, one Toeplitz product over all axes, Eq. 16. The paper does not parametrize it; here
@@ -157,7 +157,7 @@ class ToeplitzPosition(nn.Module):
 
     @property
     def has_state(self) -> bool:
-        """Whether calls can continue each other along the first axis."""
+        """Whether a call can continue the previous one along the first axis."""
         return not self.bidirectional and not self.joint
 
     @property
@@ -210,7 +210,9 @@ class AbsolutePosition(nn.Module):
     def __init__(self, width: int, grid: Grid) -> None:
         super().__init__()
         if len(grid.shape) not in INTERPOLATION:
-            raise ValueError(f"grid has {len(grid.shape)} axes, absolute positions take 1 to 3")
+            raise ValueError(
+                f"grid has {len(grid.shape)} axes, expected 1 to 3 for absolute positions"
+            )
         self.grid = grid
         self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(grid.tokens, width), std=0.02))
 
@@ -315,8 +317,8 @@ class TokenPosition(nn.Module):
         needed = after if cu_seqlens is None else count
         if can_look_at_values(needed) and needed.numel() and needed.max() > len(self.table):
             raise ValueError(
-                f"a sequence has {int(needed.max())} tokens, expected at most the model's "
-                f"{len(self.table)}"
+                f"a sequence has {int(needed.max())} tokens, expected at most {len(self.table)}, "
+                "the number of positions of the model"
             )
         return x + self.table[(count - 1).clamp(min=0)], after
 

@@ -15,15 +15,15 @@ Factors = tuple[int, ...]  # per axis
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-LEAST_CHANNELS = 16  # at full resolution
+MIN_CHANNELS = 16  # at full resolution
 KERNEL_SIZE = 3
 
 
 def upsampling_steps(patch_size: Factors) -> tuple[Factors, ...]:
     """Return the factors of each upsampling step, whose product is the patch size.
 
-    Each step multiplies the sides by prime factors; the last steps change all axes. Patches of one
-    position have one step, which changes none.
+    Each step multiplies the sides by prime factors; the last steps change all axes. For patches of
+    a single position, there is one step, with factors of 1.
 
     >>> upsampling_steps((16, 4)), upsampling_steps((10,)), upsampling_steps((1, 1))
     (((2, 1), (2, 1), (2, 2), (2, 2)), ((5,), (2,)), ((1, 1),))
@@ -76,8 +76,8 @@ class PyramidDecoder(nn.Module):
             )
         self.patch_size = patch_size
         self.steps = upsampling_steps(patch_size)
-        least = min(width, LEAST_CHANNELS)
-        widths = [max(width >> step, least) for step in range(len(self.steps) + 1)]
+        min_channels = min(width, MIN_CHANNELS)
+        widths = [max(width >> step, min_channels) for step in range(len(self.steps) + 1)]
         self.upsample = nn.ModuleList(
             _upsampling(a, b, step)
             for (a, b), step in zip(pairwise(widths), self.steps, strict=True)

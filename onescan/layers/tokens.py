@@ -58,8 +58,9 @@ class Patchify(nn.Module):
             is_one_short = len(sides) == len(self.patch_size) - 1
             hint = "; add the batch dimension if it is missing: x[None]" if is_one_short else ""
             raise ValueError(
-                f"input has {channels} channels and {len(sides)} axes {tuple(sides)}, "
-                f"expected {self.channels} channels and {len(self.patch_size)} axes{hint}"
+                f"input has {channels} channels and sides {tuple(sides)}, expected "
+                f"{self.channels} channels and one side for each of {len(self.patch_size)} axes"
+                f"{hint}"
             )
         may_be_empty = sequence_group(None) is not None  # a rank may have no patch
         if any(side < 1 for side in (sides[1:] if may_be_empty else sides)):
@@ -143,10 +144,10 @@ def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) ->
     """Set padding to zero, and return which patches contain real pixels; see `keep_patches`.
 
     Raises:
-        ValueError: If the mask has another data type or shape than expected.
+        ValueError: If the dtype or shape of the mask is wrong.
     """
     if keep.dtype != torch.bool:
-        raise ValueError(f"keep has data type {keep.dtype}, expected torch.bool")
+        raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real pixels")
     batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs
     if keep.shape != (batch, *sides):
         raise ValueError(
@@ -162,7 +163,7 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
     The real pixels of an image are a box that begins at the first pixel.
 
     Raises:
-        ValueError: If they are not such a box. Checked only on a CPU and on a single rank.
+        ValueError: If they do not form such a box. Checked only on a CPU and on a single rank.
 
     >>> keep_patches(torch.tensor([[True, True, True, False, False, False]]), (2,)).tolist()
     [[True, True, False]]
@@ -178,7 +179,7 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
         if wrong.any():
             raise ValueError(
                 f"keep of image {int(wrong.nonzero()[0])} is not a box that begins at the first "
-                "pixel, with at least one pixel"
+                "pixel and has at least one pixel"
             )
     keep = whole_patches(keep, patch_size)
     for axis, patch in enumerate(patch_size, start=1):  # not sliced: exported sizes stay simple

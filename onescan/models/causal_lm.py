@@ -23,7 +23,7 @@ from onescan.shapes import GeneratedTokens, Keep, TokenLogits, Tokens
 
 IGNORE_INDEX = -100  # label of tokens without a loss, as in torch's cross_entropy
 CHUNK_TOKENS = 2048  # tokens of a batch whose logits are in memory at a time
-MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow
+MIN_TEMPERATURE = 1e-30  # logits divided by a smaller number would overflow
 MAX_LOSS = 700  # nats; the exponential of a larger number overflows a float
 
 
@@ -95,15 +95,15 @@ class Sampling:
         >>> Sampling(temperature=1.0, top_p=0.6).probabilities(logits).tolist()
         [[0.625, 0.375, 0.0]]
         """
-        shares, ids = (logits.float() / self.temperature).softmax(dim=-1).sort(-1, descending=True)
+        probs, ids = (logits.float() / self.temperature).softmax(dim=-1).sort(-1, descending=True)
         if self.top_k is not None:
-            shares[:, self.top_k :] = 0
+            probs[:, self.top_k :] = 0
         # Drop a token if the more likely ones already sum to top_p; the first is always kept.
-        is_dropped = shares.cumsum(-1) - shares >= self.top_p
+        is_dropped = probs.cumsum(-1) - probs >= self.top_p
         is_dropped[:, 0] = False  # also if float32 rounds top_p to 0
-        shares = shares.masked_fill(is_dropped, 0)
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-        return torch.zeros_like(shares).scatter(1, ids, shares)
+        probs = probs.masked_fill(is_dropped, 0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+        return torch.zeros_like(probs).scatter(1, ids, probs)
 
 
 class CausalLM(Pretrained, nn.Module):
@@ -161,8 +161,8 @@ class CausalLM(Pretrained, nn.Module):
             and the state after the last token; ``None`` with documents.
 
         Raises:
-            ValueError: If shapes do not match, there are no tokens, the state is of another model,
-                or, on a CPU, an id is outside the vocabulary.
+            ValueError: If shapes do not match, there are no tokens, the state belongs to another
+                model, or, on a CPU, an id is outside the vocabulary.
         """
         x, state = self.network(
             tokens, keep=keep, documents=documents, cu_seqlens=cu_seqlens, state=state

@@ -95,15 +95,17 @@ class ContinuousBatch:
         if not isinstance(tokens, Tensor):
             raise ValueError(f"tokens is {named_type(tokens)}, expected a tensor of token ids")
         if len(tokens) != 1 or not 1 <= tokens.shape[1] <= START:
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected (1, T), T >= 1")
+            raise ValueError(
+                f"tokens has shape {tuple(tokens.shape)}, expected (1, T) with T from 1 to {START}"
+            )
         check_token_ids(tokens, self.model.config.vocab_size)
         position = self.model.config.position
         if not isinstance(position, TokenPositionConfig):
             return
         if (count := tokens.shape[1] + max_new_tokens) > position.max_tokens:
             raise ValueError(
-                f"prompt and max_new_tokens add up to {count} tokens, expected at most the model's "
-                f"{position.max_tokens}"
+                f"tokens and max_new_tokens add up to {count} tokens, expected at most "
+                f"{position.max_tokens}, the number of positions of the model"
             )
 
     @torch.no_grad()
@@ -132,7 +134,7 @@ class ContinuousBatch:
         if not self.active:
             self._position = START
         # Numbers in a state are positions. Logits depend on relative positions only, so the prompt
-        # may begin at any position: the one from which it ends where the other sequences are.
+        # may begin anywhere. Let it end at the current position of the other sequences.
         begin = torch.tensor(self._position - tokens.shape[1])
         empty = flatten_state(self._empty)
         state = {name: x if x.ndim else begin for name, x in empty.items()}
@@ -159,8 +161,8 @@ class ContinuousBatch:
     def step(self) -> list[GeneratedSequence]:
         """Append one token to each sequence, and return the sequences.
 
-        Those at their end, or with the maximum number of tokens, have left the batch; their
-        `remaining` is 0.
+        Sequences that have ended or reached their maximum number of tokens have left the batch;
+        their `remaining` is 0.
         """
         sequences = list(self.active)
         for sequence, logits in zip(sequences, self._logits.unbind(), strict=True):
@@ -206,14 +208,20 @@ class BatchWorker(threading.Thread):
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def stream(
-        self, tokens: Tokens, sampling: Sampling | None = None, **options: Any
+        self,
+        tokens: Tokens,
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int,
+        generator: torch.Generator | None = None,
     ) -> Iterator[int]:
         """Return an iterator over the tokens of a new sequence; closing it removes the sequence.
 
         Args:
             tokens: Prompt of at least one token, of shape ``[1, T]``.
             sampling: How to choose the next token. ``None`` takes the most likely one.
-            options: Further arguments of `ContinuousBatch.add`.
+            max_new_tokens: Maximum number of tokens to generate.
+            generator: Source of randomness; see `ContinuousBatch.add`.
 
         Raises:
             ValueError: See `ContinuousBatch.add`.
@@ -222,23 +230,31 @@ class BatchWorker(threading.Thread):
         if self.ident is None:
             raise RuntimeError("the worker has not been started: call start() first")
         sampling = Sampling() if sampling is None else sampling
-        self.batch.check(tokens, sampling, max_new_tokens=options["max_new_tokens"])
-        return self._receive(tokens, sampling, options)
+        self.batch.check(tokens, sampling, max_new_tokens=max_new_tokens)
+        return self._receive(tokens, sampling, max_new_tokens, generator)
 
-    def _receive(self, tokens: Tokens, sampling: Sampling, options: Any) -> Iterator[int]:
+    def _receive(
+        self,
+        tokens: Tokens,
+        sampling: Sampling,
+        max_new_tokens: int,
+        generator: torch.Generator | None,
+    ) -> Iterator[int]:
         client = _Client()
-        self._waiting.put((client, tokens, sampling, options))
+        self._waiting.put((client, tokens, sampling, max_new_tokens, generator))
         try:
-            for _ in range(options["max_new_tokens"]):
+            for _ in range(max_new_tokens):
                 while True:
                     try:
                         token = client.tokens.get(timeout=1)
                         break
                     except queue.Empty:
                         if not self.is_alive():
-                            raise RuntimeError("the model has stopped") from None
+                            raise RuntimeError(
+                                "the thread that runs the model has stopped"
+                            ) from None
                 if token is None:
-                    raise RuntimeError("the model has stopped")
+                    raise RuntimeError("the thread that runs the model has stopped")
                 yield token
                 if token == self.batch.end:
                     return
@@ -253,8 +269,11 @@ class BatchWorker(threading.Thread):
                 while not self.batch.active or not self._waiting.empty():
                     if (new := self._waiting.get()) is None:
                         return
-                    client, tokens, sampling, options = new
-                    clients[self.batch.add(tokens, sampling, **options)] = client
+                    client, tokens, sampling, count, generator = new
+                    sequence = self.batch.add(
+                        tokens, sampling, max_new_tokens=count, generator=generator
+                    )
+                    clients[sequence] = client
                 for sequence in self.batch.step():
                     clients[sequence].tokens.put(sequence.tokens[-1])
                     if clients[sequence].is_closed:
@@ -273,7 +292,7 @@ class BatchWorker(threading.Thread):
 
 
 class _Client:
-    """Who receives the tokens of a sequence; None if the thread has stopped."""
+    """Receiver of the tokens of a sequence, and of None if the thread has stopped."""
 
     def __init__(self) -> None:
         self.tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()

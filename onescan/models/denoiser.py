@@ -66,7 +66,8 @@ class DenoiserConfig(ModelConfig):
     """The last frequency of the timestep embedding is exactly 1/10000, as in diffusers' DiT; with
     False it is 10000^(-127/128), as in the original."""
     condition: Condition = "tokens"
-    """How to condition on timestep and class: two tokens before the patches, or every norm."""
+    """How to condition on timestep and class: "tokens" adds them as tokens before the patches;
+    "adaln_zero" modulates every norm, as in DiT."""
     learn_sigma: bool = True
     """Also predict the variance of each step, which doubles the number of output channels."""
     label_dropout: float = 0.1
@@ -100,7 +101,7 @@ class DenoiserConfig(ModelConfig):
         return Denoiser(self)
 
     def example_inputs(self) -> tuple[Grids, Timesteps, Labels | None]:
-        """Return one empty image of the default size, timestep 0 and, if conditional, class 0."""
+        """Return an image of zeros of the default size, timestep 0 and, if conditional, class 0."""
         image = torch.zeros(1, self.channels, *self.image_size)
         label = torch.zeros(1, dtype=torch.long) if self.num_classes else None
         return image, torch.zeros(1), label
@@ -132,14 +133,14 @@ class Denoiser(Pretrained, nn.Module):
         grid = Grid(shape, prefix=self.prefix)
         if config.position is not None:
             self.position = config.position.build(width=width, grid=grid)
-        in_norms = config.condition == "adaln_zero"
+        modulates_norms = config.condition == "adaln_zero"
+        kind: type[Block] = ConditionedBlock if modulates_norms else Block
         self.blocks, self.lower_bounds = build_blocks(
-            config.depth, width, kind=ConditionedBlock if in_norms else Block, axes=len(shape),
-            mixer=config.mixer.for_grid(grid), mlp=config.mlp, norm=config.norm,
-            mlp_norm_eps=config.mlp_norm_eps,
+            config.depth, width, kind=kind, axes=len(shape), mixer=config.mixer.for_grid(grid),
+            mlp=config.mlp, norm=config.norm, mlp_norm_eps=config.mlp_norm_eps,
         )  # fmt: skip
-        self.norm = build_norm(config.norm, width, affine=not in_norms)
-        self.modulation = Modulation(width, 2) if in_norms else None
+        self.norm = build_norm(config.norm, width, affine=not modulates_norms)
+        self.modulation = Modulation(width, 2) if modulates_norms else None
         self.unpatchify = Unpatchify(width, self.out_channels, config.patch_size)
         for part in (self.time, self.label, self.blocks):
             if part is not None:
@@ -220,7 +221,7 @@ class Denoiser(Pretrained, nn.Module):
                     "each image"
                 )
         if labels is not None and self.label is None:
-            raise ValueError("labels are given, but num_classes is 0, expected None")
+            raise ValueError("labels were given, but num_classes is 0, expected None")
         if timesteps.numel() and can_look_at_values(timesteps):
             low, high = (float(bound) for bound in torch.aminmax(timesteps))
             if not 0 <= low <= high <= STEPS:

@@ -149,7 +149,7 @@ class DensePredictor(Pretrained, nn.Module):
         Raises:
             ValueError: If the number of channels differs, a side is 0, the model cannot read
                 padding (absolute positions, or diffusion in row-major order) or, on a CPU, the real
-                positions are not such a box.
+                positions do not form such a box.
         """
         check_floating(images=images)
         if (group := sequence_group(None)) is not None:

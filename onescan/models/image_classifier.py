@@ -210,7 +210,7 @@ class ImageClassifier(Pretrained, nn.Module):
         Raises:
             ValueError: If the number of channels differs, a side is 0, the model cannot read padded
                 images (absolute positions, diffusion in row-major order, or a class token in the
-                middle) or, on a CPU, real pixels are not such a box.
+                middle) or, on a CPU, real pixels do not form such a box.
         """
         check_floating(images=images)
         images, token_keep = self._without_padding(images, keep)
@@ -303,11 +303,12 @@ class ImageClassifier(Pretrained, nn.Module):
             raise ValueError(f"state is {named_type(state)}, expected a StreamState")
         if state.frame_shape != shape[1:]:
             raise ValueError(
-                f"images have patches {shape[1:]} per step, expected {state.frame_shape} as before"
+                f"images have {shape[1:]} patches per step, expected {state.frame_shape}, as before"
             )
         if len(state.mixers) != len(self.blocks):
             raise ValueError(
-                f"state is of {len(state.mixers)} blocks, expected {len(self.blocks)}, as the model"
+                f"state is from a model with {len(state.mixers)} blocks, expected "
+                f"{len(self.blocks)}"
             )
         grid, position = Grid(shape), None
         if self.position is not None:
@@ -469,5 +470,8 @@ def chosen_blocks(indices: int | Sequence[int] | None, depth: int) -> list[int]:
         indices = range(-indices, 0)
     selected = [i + depth if i < 0 else i for i in indices]
     if not selected or not all(0 <= i < depth for i in selected):
-        raise ValueError(f"indices is {indices}, expected some of the {depth} blocks")
+        raise ValueError(
+            f"indices is {indices}, expected indices from {-depth} to {depth - 1}, or a number of "
+            f"last blocks from 1 to {depth}"
+        )
     return selected

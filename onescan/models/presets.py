@@ -202,7 +202,7 @@ _VISION_RWKV = _Family(
     ),
     "Vision-RWKV, arXiv:2403.02308; LightNet, arXiv:2405.21022, Table 1",
 )
-# LightNet's and LION's tables print Vim with a class token between the halves of the patches.
+# Vim as in LightNet's and LION's tables, with a class token between the halves of the patches.
 _VIM = _Family(
     ImageClassifierConfig(
         mixer=MambaMixerConfig(prefix_position="middle"),
@@ -214,17 +214,18 @@ _VIM = _Family(
 )
 # Hydra replaces the attention and the MLP of ViT and has no positions. Its paper gives 24 blocks
 # and 91M for the base size: 24 blocks have 90.8 million parameters if both directions share B and
-# C, as in its pseudocode, and 93.2 million otherwise. LION gives no shape for 22M, which 22 match.
+# C, as in its pseudocode, and 93.2 million otherwise. LION gives no shape for 22M, which 22 blocks
+# match.
 _HYDRA = _Family(
     ImageClassifierConfig(
         mixer=HydraMixerConfig(shared_keys=True), mlp=None, position=None, drop_path=0.5
     ),
     "Hydra, arXiv:2407.09941, Table 5 and App. D.2; LION, Table 2",
 )
-# Signals, such as one second at 1 kHz, and video of 16 frames. No paper states such models.
+# Signals, such as one second at 1 kHz, and video of 16 frames. No paper describes such models.
 _SIGNAL = {"image_size": (1000,), "patch_size": (10,), "channels": 1}
 _VIDEO = {"image_size": (16, 224, 224), "patch_size": (2, 16, 16)}
-_NO_PAPER = "the blocks of {0}, with patches along {1}; no paper states this model"
+_NO_PAPER = "the blocks of {0}, with patches along {1}; no paper describes this model"
 
 
 def _with_axes(family: _Family, sizes: Mapping[str, Any], model: str, axes: str) -> _Family:
@@ -240,14 +241,14 @@ _LION_S_NATURAL_VIDEO = _with_axes(
 # Griffin, arXiv:2402.19427, whose attention is local with rotary positions.
 _LIGHTNET_HYBRID = _Family(
     replace(_LIGHTNET.config, {"mixer": HybridMixerConfig()}),
-    "LightNet's image models with softmax attention in every fourth block; no paper states this "
-    "model",
+    "LightNet's image models with softmax attention in every fourth block; no paper describes "
+    "this model",
 )
 # Gated DeltaNet in both directions, along rows and columns.
 _GATED_DELTANET = _Family(
     replace(_LION_S.config, {"mixer": GatedDeltaNetMixerConfig(scan="natural")}),
-    "Gated DeltaNet, arXiv:2412.06464, in the blocks of LION's image models; no paper states this "
-    "model",
+    "Gated DeltaNet, arXiv:2412.06464, in the blocks of LION's image models; no paper describes "
+    "this model",
 )
 # The condition is added as tokens. With adaLN-Zero in each block, no published size matches.
 _LIGHTNET_DIT = _Family(DenoiserConfig(), "LightNet, arXiv:2405.21022, Table 14")
@@ -299,7 +300,7 @@ _HYBRID_LM = _Family(
         },
     ),
     "the blocks of LightNet's Table 5, with sliding-window attention in every third block; no "
-    "paper states this model",
+    "paper describes this model",
 )
 # Table 6 prints 379M, and 385M for "no share". LLaMA's 385M, 26 layers and the vocabulary 50272 fix
 # the shape, but an MLP of width 8/3 * 1024 = 2730 and a gate of rank 128 make 385.6M even without
@@ -407,7 +408,7 @@ def _delta_lm(mixer: MixerConfig, source: str) -> _Family:
         CausalLMConfig(
             vocab_size=50265, mixer=mixer, mlp=GLUConfig(multiple_of=256), position=None, norm="rms"
         ),
-        f"{source}; no paper states this model",
+        f"{source}; no paper describes this model",
     )
 
 
@@ -484,7 +485,7 @@ _BERT_LIT = _bert(LionMixerConfig(decay=NoDecayConfig(), norm="layer"), _BERT_PO
 _BERT_D, _BERT_S = _bert(_D, None), _bert(_S, None)
 _GATED_DELTANET_MLM = _Family(
     _bert(GatedDeltaNetMixerConfig(), None).config,
-    "Gated DeltaNet, arXiv:2412.06464, in the blocks of BERT; no paper states this model",
+    "Gated DeltaNet, arXiv:2412.06464, in the blocks of BERT; no paper describes this model",
 )
 # Hydra's blocks replace those of BERT. Only its embedding has dropout, which this config cannot
 # express, so there is none. The large size has 45 blocks, as in LION's App. C.5.

@@ -39,8 +39,8 @@ class SequenceClassifierConfig(TextEncoderConfig):
         check_choice("pool", self.pool, get_args(Pool))
         if self.pool == "first" and self.mixer.state_block is not None:
             raise ValueError(
-                "pool is 'first', but with a causal mixer the first token reads no later blocks; "
-                "expected 'mean', 'max' or 'attention'"
+                "pool is 'first', but with a causal mixer the first token does not read all "
+                "tokens; expected 'mean', 'max' or 'attention'"
             )
         return SequenceClassifier(self)
 

@@ -231,10 +231,12 @@ class SequenceDecoder(Pretrained, nn.Module):
         check_token_ids(tokens, self.config.vocab_size)
         check_positive(T=check_shapes(tokens=(tokens, "B T"))["T"])
         if (memory is None) == (state is None):
-            given = "neither" if state is None else "both"
+            given = (
+                "neither memory nor state was" if state is None else "memory and state were both"
+            )
             raise ValueError(
-                f"{given} of memory and state were given, expected memory in the first call and "
-                "the state, which contains it, in later ones"
+                f"{given} given, expected memory in the first call and, in later calls, only the "
+                "state, which contains a summary of it"
             )
         if state is not None:
             self._check_state(tokens, memory_mask, state)
@@ -256,9 +258,9 @@ class SequenceDecoder(Pretrained, nn.Module):
         if not isinstance(state, DecoderState):
             raise ValueError(f"state is {named_type(state)}, expected a DecoderState")
         if memory_mask is not None:
-            raise ValueError("memory_mask was given with a state, expected it only with memory")
+            raise ValueError("memory_mask was given with a state; pass it only with memory")
         if any(mixer is None for mixer in state.mixers):
-            raise ValueError("state.mixers holds None, expected the state of a previous call")
+            raise ValueError("state.mixers contains None, expected the state of a previous call")
         if not len(state.mixers) == len(state.memories) == len(self.layers):
             raise ValueError(
                 f"state has {len(state.mixers)} blocks and {len(state.memories)} memories, "

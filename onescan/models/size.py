@@ -1,4 +1,4 @@
-"""How large a model is: parameters, and multiply-accumulates of one forward.
+"""The size of a model: parameters, and multiply-accumulates of one forward pass.
 
 Counting the multiply-accumulates of all presets takes 20 s, so their sizes are in sizes.json, which
 `python docs/counts.py` writes.
@@ -28,12 +28,12 @@ LAYERS = ("blocks", "layers")  # names of the lists of equal modules
 
 
 class Size(NamedTuple):
-    """Of a model, counted and not estimated.
+    """Size of a model, counted rather than estimated.
 
     Attributes:
-        parameters: how many numbers are learnt.
-        macs: multiply-accumulates in the matrix products of one forward on an example of the
-            usual size; elementwise work is not counted, as is the custom.
+        parameters: Number of parameters.
+        macs: Multiply-accumulates in the matrix products of one forward pass on an example of the
+            default size. As is customary, elementwise operations are not counted.
     """
 
     parameters: int
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 def model_size(config: ModelConfig) -> Size:
-    """Count without allocating: the model is built on the meta device."""
+    """Count the size of a model on the meta device, without allocating memory."""
     with torch.device("meta"):
         inputs = config.example_inputs()
         model = config.build()
@@ -75,7 +75,7 @@ def _known_sizes() -> dict[str, Size]:
 
 
 def parameters_by_part(config: ModelConfig) -> dict[str, int]:
-    """Count the parameters of each part of a model, without allocating.
+    """Count the parameters of each part of a model, without allocating memory.
 
     Parts are the model's modules, such as "embedding" and "head", and the modules of a block summed
     over all blocks, such as "blocks.mixer". Shared weights are counted in the first one.
@@ -91,7 +91,7 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
 
 
 def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:
-    """Multiply-accumulates of one forward on inputs of these shapes, without allocating."""
+    """Return the multiply-accumulates of one forward pass on inputs of these shapes."""
     with torch.device("meta"):
         return _macs(config.build(), inputs)
 
@@ -153,7 +153,7 @@ def _structure(block: nn.Module) -> tuple[str, list[torch.Size]]:
 
 
 class _Count:
-    """Run one of several equal blocks, and others only for inputs of other shapes."""
+    """Count FLOPs, running only one of several equal blocks for inputs of the same shapes."""
 
     def __init__(self, counter: "FlopCounterMode") -> None:
         self.counter = counter

@@ -133,7 +133,7 @@ class TokenNetworkConfig(ModelConfig, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoderConfig(TokenNetworkConfig, ABC):
-    """BERT's vocabulary and size, with bidirectional LightNet mixers."""
+    """Config of text encoders: BERT's vocabulary and size, with bidirectional LightNet mixers."""
 
     vocab_size: int = 30522
     width: int = 768
@@ -192,7 +192,7 @@ class _PaddingPermutation:
         group, lengths = sequence_group(None), None
         packing = None if documents is None else documents.packing
         if group is not None:
-            lengths, keep = group.lengths(keep), _of_all_ranks(group, keep)
+            lengths, keep = group.lengths(keep), _gather_mask(group, keep)
             packing = packing.whole if isinstance(packing, PackingShard) else packing
         sequence = None if packing is None else packing.sequence.to(keep.device)
         if is_known(keep.shape[1]) and keep.shape[1] == 1:
@@ -297,8 +297,8 @@ class TokenNetwork(nn.Module):
             with documents. Vectors of padding are meaningless.
 
         Raises:
-            ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state is
-                of another model, or an option does not apply to this network.
+            ValueError: If shapes, dtypes or devices do not match, there are no tokens, the state
+                belongs to another model, or an option does not apply to this network.
         """
         check_token_ids(tokens, self.config.vocab_size)
         check_shapes(tokens=(tokens, "B T"), segments=(segments, "B T"), keep=(keep, "B T"))
@@ -345,17 +345,17 @@ class TokenNetwork(nn.Module):
         if not 1 <= read_outs <= len(self.blocks):
             raise ValueError(f"read_outs is {read_outs}, expected 1 to {len(self.blocks)} blocks")
         with known_lengths(x):
-            if state is not None and keep is not None and not ends and self._steps(keep):
+            if state is not None and keep is not None and not ends and self._must_step(keep):
                 return self._read_steps(x, segments, keep, state, read_outs, outputs)
             return self._read(x, segments, keep, documents, cu_seqlens, state, read_outs, outputs)
 
-    def _steps(self, keep: Keep) -> bool:
+    def _must_step(self, keep: Keep) -> bool:
         """Return whether to read the tokens after a state one by one, because some are padding."""
         if self.config.skips_padding or self.config.state_block != 1:
             return False
         if sequence_group(None) is not None and not keep.all():
             raise ValueError(
-                "keep contains padding, which a state over several ranks does not support"
+                "keep contains padding, which is not supported with a state over several ranks"
             )
         return keep.shape[1] == 1 or not keep.all()
 
@@ -378,7 +378,7 @@ class TokenNetwork(nn.Module):
                 x[:, token], segment, keep[:, token], None, None, state, read_outs, hidden
             )
             assert new is not None
-            state = self._step(keep[:, token], state, new)
+            state = self._state_after_step(keep[:, token], state, new)
             read.append(y)
             after.append(hidden)
         if outputs is not None:
@@ -399,7 +399,7 @@ class TokenNetwork(nn.Module):
         """Apply the network to checked arguments."""
         grid = Grid((x.shape[1],))
         is_packed = documents is not None or cu_seqlens is not None
-        per_document = _separated(x, documents, cu_seqlens)
+        per_document = _documents_of(x, documents, cu_seqlens)
         previous: Any = NetworkState(None, (None,) * len(self.blocks)) if state is None else state
         position = previous.position
         if self.segment_embedding is not None:
@@ -450,7 +450,9 @@ class TokenNetwork(nn.Module):
             return False
         return (x.shape[1] if group is None else sum(group.lengths(x))) % block == 0
 
-    def _step(self, keep: Keep, before: NetworkState, after: NetworkState) -> NetworkState:
+    def _state_after_step(
+        self, keep: Keep, before: NetworkState, after: NetworkState
+    ) -> NetworkState:
         """Return the state after one token, where masked ones have not taken a position."""
         position = after.position
         if self.position is not None and not isinstance(self.position, TokenPosition):
@@ -504,15 +506,21 @@ class TokenNetwork(nn.Module):
         if documents is not None and documents.device not in (x.device, torch.device("cpu")):
             raise ValueError(f"documents is on {documents.device}, expected cpu or {x.device}")
         if x.shape[-1] != self.config.width:
-            raise ValueError(f"x is of width {x.shape[-1]}, expected {self.config.width}")
+            raise ValueError(f"x has width {x.shape[-1]}, expected {self.config.width}")
         if documents is not None and documents.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"documents has dtype {documents.dtype}, expected torch.int64")
+            raise ValueError(
+                f"documents has dtype {documents.dtype}, expected torch.int32 or torch.int64"
+            )
         options = {"documents": documents, "cu_seqlens": cu_seqlens, "state": state}
         given = [name for name, value in options.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} were both given, expected only one of them")
+            raise ValueError(
+                f"{' and '.join(given)} were given together, expected only one of them"
+            )
         if segments is not None and not self.config.segment_types:
-            raise ValueError("segments were given, but the model has none: segment_types is 0")
+            raise ValueError(
+                "segments were given, but the model has segment_types=0, expected None"
+            )
         if segments is not None:
             check_token_ids(segments, self.config.segment_types, name="segments")
         if keep is not None and keep.dtype != torch.bool:
@@ -524,7 +532,7 @@ class TokenNetwork(nn.Module):
         if not isinstance(state, NetworkState):
             raise ValueError(f"state is {named_type(state)}, expected a NetworkState")
         if self.config.mixer.state_block is None:
-            raise ValueError("state was given to a bidirectional model")
+            raise ValueError("state was given to a bidirectional model, expected None")
         if self.config.state_block is None:
             raise ValueError(
                 "state was given to a model with position.bidirectional=True, whose tokens read "
@@ -548,12 +556,12 @@ class TokenNetwork(nn.Module):
                 )
 
 
-def _of_all_ranks(group: SequenceGroup, keep: Tensor) -> Tensor:
+def _gather_mask(group: SequenceGroup, keep: Tensor) -> Tensor:
     """Return the mask of the tokens of all ranks."""
     return gather_tokens(group, keep.byte(), group.lengths(keep)).bool()
 
 
-def _separated(
+def _documents_of(
     x: Hidden, documents: Tokens | None, cu_seqlens: Tensor | Packing | None
 ) -> Documents | None:
     """Return the documents of a batch; None if each is a whole row, which is faster."""
@@ -612,8 +620,8 @@ def check_constant_size(before: Any, after: Any) -> None:
     for name, x in flatten_state(before).items():
         if x.shape != longer[name].shape:
             raise ValueError(
-                f"model has a state that grows with the text: {name}; expected a constant size, as "
-                "of linear mixers and of softmax attention with a window"
+                f"the model's state grows with the text: {name}; expected a constant size, as with "
+                "linear mixers or softmax attention with a window"
             )
 
 

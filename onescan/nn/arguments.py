@@ -26,9 +26,8 @@ def grid_of(tokens: int, shape: Any, axes: int, prefix: int, *, name: str = "sha
     """Return the grid of a call.
 
     Raises:
-        ValueError: If the grid is empty, or if shape is None with several axes, has another number
-            of axes than the layer, or, together with the prefix, another number of tokens than the
-            input.
+        ValueError: If the grid is empty, if shape is None for a layer with several axes, or if its
+            number of axes does not match the layer, or its number of tokens the input.
     """
     check_whole(0, prefix=prefix)
     if tokens <= prefix:
@@ -37,14 +36,17 @@ def grid_of(tokens: int, shape: Any, axes: int, prefix: int, *, name: str = "sha
         )
     if shape is None:
         if axes > 1:
-            raise ValueError(f"{name} is None, expected the size of each of {axes} axes")
+            raise ValueError(f"{name} is None, expected a size for each of {axes} axes")
         shape = (tokens - prefix,)
     shape = as_grid_shape(shape, name=name)
     grid = Grid(shape, prefix)
-    if len(shape) != axes or grid.tokens != tokens:
+    if len(shape) != axes:
         expected = "1 axis" if axes == 1 else f"{axes} axes"
+        raise ValueError(f"{name} is {shape}, expected {expected}, as in the layer")
+    if grid.tokens != tokens:
         raise ValueError(
-            f"{name} is {shape} with prefix={prefix}, expected {expected} and {tokens} tokens"
+            f"the input has {tokens} tokens, but {name} {shape} with prefix={prefix} has "
+            f"{grid.tokens}"
         )
     return grid
 
@@ -60,7 +62,7 @@ def keep_of(key_padding_mask: Any, x: Tensor) -> Tensor | None:
     """Return the opposite of a padding mask, [B, T], for tokens x.
 
     Raises:
-        ValueError: If the mask has another shape or device than x, or is not bool.
+        ValueError: If the shape or device of the mask does not match x, or it is not bool.
     """
     if key_padding_mask is None:
         return None
@@ -79,8 +81,8 @@ def bool_mask(name: str, mask: Tensor) -> Tensor:
     """Return a mask as bool, True for what is masked, from a bool or an additive mask.
 
     Raises:
-        ValueError: If the mask is neither bool nor floating point, or, on a CPU, has other values
-            than 0 and minus infinity (or the least finite number).
+        ValueError: If the mask is neither bool nor floating point, or, on a CPU, has values other
+            than 0 and minus infinity (or the lowest finite number).
     """
     if mask.dtype == torch.bool:
         return mask

@@ -45,13 +45,13 @@ class AttentionLayer(nn.Module):
 
         Args:
             x: Tokens ``[B, T, dim]``, those of a grid in row-major order.
-            shape: Size of each axis of the grid, without the prefix. None is one axis.
+            shape: Size of each axis of the grid, without the prefix. None means a single axis.
             context: Tokens ``[B, S, dim]`` to read instead of x (cross-attention).
             key_padding_mask: True for padding, as in torch; ``keep`` of `onescan.ops` is the
                 opposite. ``[B, T]``, or ``[B, S]`` with a context. Padding is not read and, without
                 a context, has zero output. It keeps its position, as other tokens do.
             state: State returned by a previous call, to continue a sequence, or a grid along its
-                first axis: row by row or frame by frame, never by parts of a row. Causal layers
+                first axis: row by row or frame by frame, never in parts of a row. Causal layers
                 only, without a prefix. It is part of the autograd graph: on long streams, detach
                 its tensors between training steps or use `torch.no_grad`.
             return_state: Return the state after the last token as well. Causal layers only.
@@ -81,22 +81,22 @@ class AttentionLayer(nn.Module):
         if context.shape[0] != x.shape[0]:
             raise ValueError(f"context has {context.shape[0]} sequences, expected {x.shape[0]}")
         if state is not None or return_state:
-            raise ValueError("state and return_state were combined with context, expected neither")
+            raise ValueError("state or return_state was given with context, expected neither")
         if self.causal:
             raise ValueError("context was given to a causal layer, expected causal=False")
         self.check_context(context_shape)
         grids = None
         if context_shape is not None:
-            of_context = grid_of(
+            context_grid = grid_of(
                 context.shape[1], context_shape, self.axes, 0, name="context_shape"
             )
-            grids = grid, of_context
+            grids = grid, context_grid
         keep, mixer = keep_of(key_padding_mask, context), self.mixer
         assert isinstance(mixer, LinearAttention)
         return mixer.read_context(x, context, grids=grids, keep=keep)
 
     def check_context(self, context_shape: Any) -> None:
-        """Raise ValueError if the layer does not define cross-attention, or not with positions."""
+        """Raise ValueError if the layer has no cross-attention, or none with positions."""
         if context_shape is not None:
             raise ValueError(
                 f"context_shape is {context_shape}, expected None: {type(self).__name__} does not "
@@ -202,7 +202,7 @@ class LionAttention(AttentionLayer):
         config: Any = self.mixer.config
         if not isinstance(config.decay, NoDecayConfig):
             raise ValueError(
-                "context was given to a layer with decay, expected decay='none', or use "
+                "context was given to a layer with decay, expected decay='none' or "
                 "LightNetAttention"
             )
         super().check_context(context_shape)
@@ -252,7 +252,7 @@ class DeltaAttention(AttentionLayer):
 
 
 class LinearDiffusion(AttentionLayer):
-    """LDN's layer: diffusion between neighbors, a gated local update and linear attention, summed.
+    """LDN's layer: the sum of diffusion between neighbors, a gated update and linear attention.
 
     Add the output to the input, without a norm before the layer: ``x = x + layer(x)``. There is
     no cross-attention.

@@ -115,7 +115,9 @@ class MultiheadAttention(nn.Module):
         if attention is None:
             attention = build_attention(kind, embed_dim, num_heads, shape, options)
         elif options:
-            raise ValueError(f"options {sorted(options)} were combined with attention")
+            raise ValueError(
+                f"options {sorted(options)} were given with attention; pass them to that layer"
+            )
         if not isinstance(attention, AttentionLayer):
             raise ValueError(
                 f"attention is a {type(attention).__name__}, expected a layer of onescan.nn"

@@ -55,7 +55,7 @@ class MDTPE(nn.Module):
 
         Args:
             x: Tokens ``[B, T, dim]``.
-            shape: Size of each axis of the grid, without the prefix. None is one axis.
+            shape: Size of each axis of the grid, without the prefix. None means a single axis.
             key_padding_mask: True for padding ``[B, T]``, which is read as zero. The output at
                 padded positions is not zero.
             state: State returned by a previous call, to continue a sequence, or a grid along its
@@ -121,7 +121,7 @@ class MDLRPE(nn.Module):
             q: Queries after their feature map, ``[B, T, H, head_dim]``, unlike the
                 ``[B, H, T, head_dim]`` of torch's ``scaled_dot_product_attention``.
             k: Keys after their feature map, in the same layout.
-            shape: Size of each axis of the grid, without the prefix. None is one axis.
+            shape: Size of each axis of the grid, without the prefix. None means a single axis.
             prefix: Number of tokens before the grid, which are not rotated.
             start: Position of the first token along the first axis, to continue a sequence or grid.
         """

@@ -35,7 +35,7 @@ UNSUPPORTED = (
 ARGUMENTS = "replacement"  # attribute of a new module: the `Replacement` it was built from
 IGNORED = ("position_ids", "cache_position")
 _SHOWN = 3  # modules in an error message
-_higher = lazy_attributes("onescan", {"save_linearized": "integrations.transformers"})
+_integrations = lazy_attributes("onescan", {"save_linearized": "integrations.transformers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ class SelfAttention(nn.Module):
         *,
         shape: tuple[int, ...] | None = None,
         prefix: int = 0,
-        losses: tuple[str, ...] = (),
+        omitted: tuple[str, ...] = (),
         dropout: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.attention = attention
         self.call = call
         self.shape, self.prefix = shape, prefix
-        self.losses = losses
+        self.omitted = omitted
         self.dropout = nn.Identity() if dropout is None else dropout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,14 +121,14 @@ class SelfAttention(nn.Module):
         """Return the padding [B, T] of a transformers or timm mask, True for padding."""
         if not mask.is_floating_point():
             masked = mask == 0
-        elif RELATIVE in self.losses:  # the bias is added to the mask
+        elif RELATIVE in self.omitted:  # the bias is added to the mask
             masked = mask <= torch.finfo(mask.dtype).min
         else:
             masked = bool_mask("attention_mask", mask)
         if masked.ndim >= x.ndim:
             rows = masked.flatten(1, -3) if masked.ndim > x.ndim else masked.unsqueeze(1)
             masked = rows.all(dim=(1, 2))  # B T; a real token reads itself
-            if not computes_windows(self.losses) and can_look_at_values(rows):
+            if not computes_windows(self.omitted) and can_look_at_values(rows):
                 self._check_rows(rows, masked, mask.shape)
         padding = masked.expand(x.shape[0], -1)
         check_shapes(hidden_states=(x, "B T D"), attention_mask=(padding, "B T"))
@@ -177,7 +177,7 @@ def _copy_weights(parts: AttentionParts, layer: AttentionLayer) -> None:
 
 
 def _build(
-    module: nn.Module, parts: AttentionParts, arguments: Replacement, losses: tuple[str, ...]
+    module: nn.Module, parts: AttentionParts, arguments: Replacement, omitted: tuple[str, ...]
 ) -> nn.Module:
     """Build the replacement of an attention module with these parts."""
     options, shape, prefix = arguments.options, arguments.shape, arguments.prefix
@@ -197,7 +197,7 @@ def _build(
     else:
         new = SelfAttention(
             layer, parts.call, shape=shape, prefix=prefix, dropout=parts.dropout,
-            losses=tuple(dict.fromkeys((*parts.losses, *losses))),
+            omitted=tuple(dict.fromkeys((*parts.omitted, *omitted))),
         )  # fmt: skip
     setattr(new, ARGUMENTS, arguments)
     return new.train(module.training)
@@ -227,8 +227,8 @@ def is_replacement(module: nn.Module) -> bool:
     return isinstance(module, AttentionLayer | SelfAttention | MultiheadAttention)
 
 
-def _is_in(name: str, folders: Collection[str]) -> bool:
-    return f"{name}.".startswith(tuple(f"{folder}." for folder in folders))
+def _is_in(name: str, parents: Collection[str]) -> bool:
+    return f"{name}.".startswith(tuple(f"{parent}." for parent in parents))
 
 
 def find_attention(
@@ -243,9 +243,11 @@ def find_attention(
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in exclude:
         if name not in modules or not name:
-            raise ValueError(f"exclude contains {name!r}, but the model has no module of this name")
-    found: dict[str, AttentionParts] = {}
-    left: list[str] = []
+            raise ValueError(
+                f"exclude contains {name!r}, but the model has no module with that name"
+            )
+    parts_by_name: dict[str, AttentionParts] = {}
+    problems: list[str] = []
     skipped = [*exclude]
     for name, module in modules.items():
         if _is_in(name, skipped):
@@ -262,7 +264,7 @@ def find_attention(
             if parts is not None and any(sizes):
                 raise ValueError("attends within windows, which linear attention does not need")
         except ValueError as error:
-            left.append(f"{name or 'the model itself'} ({type(module).__name__}) {error}")
+            problems.append(f"{name or 'the model itself'} ({type(module).__name__}) {error}")
             continue
         if parts is not None:
             if not name:
@@ -271,35 +273,39 @@ def find_attention(
                     "that contains such layers; build a onescan.nn.MultiheadAttention or wrap the "
                     "layer in an nn.ModuleList"
                 )
-            found[name] = parts
-    if left:
-        more = f"; and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            parts_by_name[name] = parts
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
-            f"model has attention that cannot be replaced: {'; '.join(left[:_SHOWN])}{more}. To "
-            "keep it, pass its name in exclude"
+            f"model has attention that cannot be replaced: {'; '.join(problems[:_SHOWN])}{more}. "
+            "To keep it, pass its name in exclude"
         )
-    if not found:
+    if not parts_by_name:
         raise ValueError(
             f"model is {named_type(model)} without softmax attention to replace, expected modules "
             "with linear layers for queries, keys and values"
         )
-    return found
+    return parts_by_name
 
 
-def _losses_of_model(model: nn.Module, found: Mapping[str, AttentionParts]) -> tuple[str, ...]:
-    """Return what other modules of the model add to attention: relative position biases."""
-    names = (name for name, _ in model.named_modules() if not _is_in(name, found))
+def _omitted_by_model(
+    model: nn.Module, parts_by_name: Mapping[str, AttentionParts]
+) -> tuple[str, ...]:
+    """Return what other modules of the model add to attention and replacements omit."""
+    names = (name for name, _ in model.named_modules() if not _is_in(name, parts_by_name))
     is_biased = any(computes_relative_bias(name.rpartition(".")[2]) for name in names)
     return (RELATIVE,) if is_biased else ()
 
 
-def _warn_of_losses(found: Mapping[str, AttentionParts], losses: tuple[str, ...]) -> None:
+def _warn_of_omitted(parts_by_name: Mapping[str, AttentionParts], omitted: tuple[str, ...]) -> None:
     """Warn about what the attention of a model computed that its replacement does not."""
-    lost = dict.fromkeys((*losses, *(loss for parts in found.values() for loss in parts.losses)))
-    if lost:
+    names = dict.fromkeys(
+        (*omitted, *(name for parts in parts_by_name.values() for name in parts.omitted))
+    )
+    if names:
         warnings.warn(
-            f"the linear attention that replaces {len(found)} modules does not compute "
-            f"{', '.join(lost)}",
+            f"the linear attention that replaces {len(parts_by_name)} modules does not compute "
+            f"{', '.join(names)}",
             stacklevel=4,
         )
 
@@ -329,8 +335,8 @@ def replace_attention(
 
     `save_linearized` and `load_linearized` of `onescan.integrations.transformers` save and load
     transformers models with replaced attention; ``save_pretrained`` of the model saves it in the
-    same way. To load any other model, build it, call this
-    function with the same arguments, and then call ``load_state_dict``.
+    same way. To load any other model, build it, call this function with the same arguments, and
+    then call ``load_state_dict``.
 
     Args:
         model: Model with attention modules.
@@ -380,26 +386,26 @@ def build_replacements(
                 "of decoders; pass the encoder by itself, such as model.encoder"
             )
     causal = bool(arguments.options.get("causal", False))
-    found = find_attention(model, exclude, causal=causal)
-    losses = _losses_of_model(model, found)
-    new = _build_all(model, found, arguments, losses)
-    _warn_of_losses(found, losses)
+    parts_by_name = find_attention(model, exclude, causal=causal)
+    omitted = _omitted_by_model(model, parts_by_name)
+    new = _build_all(model, parts_by_name, arguments, omitted)
+    _warn_of_omitted(parts_by_name, omitted)
     return new
 
 
 def _build_all(
     model: nn.Module,
-    found: Mapping[str, AttentionParts],
+    parts_by_name: Mapping[str, AttentionParts],
     arguments: Replacement,
-    losses: tuple[str, ...],
+    omitted: tuple[str, ...],
 ) -> dict[str, nn.Module]:
     """Build the replacements of some modules; a module with several names has one replacement."""
     built: dict[nn.Module, nn.Module] = {}
-    for name, parts in found.items():
+    for name, parts in parts_by_name.items():
         module = model.get_submodule(name)
         if module not in built:
-            built[module] = _build(module, parts, arguments, losses)
-    return {name: built[model.get_submodule(name)] for name in found}
+            built[module] = _build(module, parts, arguments, omitted)
+    return {name: built[model.get_submodule(name)] for name in parts_by_name}
 
 
 def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
@@ -417,7 +423,7 @@ def install_replacements(model: nn.Module, new: Mapping[str, nn.Module]) -> None
 
 def _save_pretrained(model: nn.Module, folder: Any, **options: Any) -> None:
     """Save a transformers model whose own `save_pretrained` would lose the new attention."""
-    _higher("save_linearized")(model, folder, **options)
+    _integrations("save_linearized")(model, folder, **options)
 
 
 def describe_replacements(model: nn.Module) -> list[dict[str, Any]]:
@@ -459,16 +465,16 @@ def repeat_replacements(model: nn.Module, described: Collection[Mapping[str, Any
                 prefix=group["prefix"],
                 options=dict(group["options"]),
             )
-            found = {name: attention_parts(model.get_submodule(name)) for name in names}
+            parts_by_name = {name: attention_parts(model.get_submodule(name)) for name in names}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the description of replaced attention is damaged: {in_a_line(error)}"
             ) from error
-        parts = {name: each for name, each in found.items() if each is not None}
-        if missing := found.keys() - parts.keys():
+        parts = {name: each for name, each in parts_by_name.items() if each is not None}
+        if missing := parts_by_name.keys() - parts.keys():
             raise ValueError(
                 f"the description of replaced attention names {min(missing)}, which is not softmax "
                 "attention"
             )
-        losses = _losses_of_model(model, parts)
-        install_replacements(model, _build_all(model, parts, arguments, losses))
+        omitted = _omitted_by_model(model, parts)
+        install_replacements(model, _build_all(model, parts, arguments, omitted))

@@ -77,7 +77,7 @@ class AttentionParts:
         out_proj: Module after the heads, with the norm before it, if any.
         dropout: Dropout of the output.
         call: How it is called; None for `nn.MultiheadAttention`.
-        losses: What it computes in addition to attention that linear attention does not.
+        omitted: What it computes besides attention, and its replacement omits.
     """
 
     dim: int
@@ -87,7 +87,7 @@ class AttentionParts:
     out_proj: nn.Module
     dropout: nn.Module
     call: Call | None
-    losses: tuple[str, ...]
+    omitted: tuple[str, ...]
 
 
 def projects_queries_keys_and_values(module: nn.Module) -> bool:
@@ -137,7 +137,7 @@ def attention_parts(module: nn.Module) -> AttentionParts | None:
         out_proj=_output(module, None if out is None else out[1]),
         dropout=_dropout(module),
         call=_call(module),
-        losses=_losses(module),
+        omitted=_omitted(module),
     )
 
 
@@ -159,7 +159,7 @@ def _of_torch(module: nn.MultiheadAttention) -> AttentionParts:
         out_proj=module.out_proj,
         dropout=nn.Identity(),
         call=None,
-        losses=(),
+        omitted=(),
     )
 
 
@@ -272,13 +272,13 @@ def _projections(
         x = x.unflatten(0, (groups, head_dim))
         return x.repeat_interleave(num_heads // groups, dim=0).flatten(0, 1)
 
-    found = {}
+    projections = {}
     for role, name in (("q", "query"), ("k", "key"), ("v", "value")):
         weight = repeated(weights[role])
         assert weight is not None
         heads = 1 if role == "v" else num_heads
-        found[name] = ProjectionWeights(weight, repeated(biases[role]), heads)
-    return found
+        projections[name] = ProjectionWeights(weight, repeated(biases[role]), heads)
+    return projections
 
 
 def _output(module: nn.Module, out_proj: nn.Module | None) -> nn.Module:
@@ -295,7 +295,7 @@ def _dropout(module: nn.Module) -> nn.Module:
     return next((x for name, x in children if _OUT_DROPOUT.fullmatch(name)), nn.Identity())
 
 
-def _losses(module: nn.Module) -> tuple[str, ...]:
+def _omitted(module: nn.Module) -> tuple[str, ...]:
     """Return what a module computes in addition to attention."""
     children = [n for n, x in module.named_children() if not isinstance(x, nn.Identity)]
     names = [
@@ -303,16 +303,16 @@ def _losses(module: nn.Module) -> tuple[str, ...]:
         *(n for n, _ in module.named_parameters(recurse=False)),
         *_parameters(module),
     ]
-    found = []
+    omitted = []
     if any(_ROTARY.search(name) for name in names):
-        found.append(ROTARY)
+        omitted.append(ROTARY)
     if any(_RELATIVE.search(name) for name in names):
-        found.append(RELATIVE)
+        omitted.append(RELATIVE)
     if any(_QK_NORM.fullmatch(name) for name in children):
-        found.append(QK_NORM)
+        omitted.append(QK_NORM)
     if (window := getattr(module, "sliding_window", None)) is not None:
-        found.append(f"{WINDOWS} of {window} tokens")
-    return tuple(found)
+        omitted.append(f"{WINDOWS} of {window} tokens")
+    return tuple(omitted)
 
 
 def _parameters(module: nn.Module) -> tuple[str, ...]:
@@ -332,9 +332,9 @@ def computes_relative_bias(name: str) -> bool:
     return bool(_RELATIVE.search(name))
 
 
-def computes_windows(losses: tuple[str, ...]) -> bool:
-    """Return whether a module with these losses attended within windows."""
-    return any(loss.startswith(WINDOWS) for loss in losses)
+def computes_windows(omitted: tuple[str, ...]) -> bool:
+    """Return whether what a replacement omits includes windows."""
+    return any(name.startswith(WINDOWS) for name in omitted)
 
 
 def _call(module: nn.Module) -> Call:

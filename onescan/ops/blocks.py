@@ -110,7 +110,7 @@ def block_ends(
     """
     if isinstance(causal_block, Tensor):
         return torch.isin(positions + 1, causal_block.to(positions.device)).unsqueeze(0)
-    token_positions = positions.unsqueeze(0) if packing is None else packing.place
+    token_positions = positions.unsqueeze(0) if packing is None else packing.position
     return (token_positions + 1) % causal_block == 0
 
 

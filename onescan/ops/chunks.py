@@ -120,7 +120,7 @@ def linear_scan(
         state: State before the first chunk visited, [B, H, ...].
         added: Contribution of each chunk to the state, [B, H, N, ...].
         decay: Factor of the state at each chunk, in a shape that broadcasts to that of `added` and
-            has as many axes. None for 1.
+            has the same number of axes. None for 1.
         backward: Whether to visit the chunks from last to first.
 
     Returns:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onescan.ops.numerics import MIN_DIVISOR, accumulation_dtype, to_float64
 
-VANISHED = -800.0  # exp of anything smaller is 0 in every dtype
-LOG_LEAST = math.log(MIN_DIVISOR)
+MIN_LOG_DECAY = -800.0  # exp of anything smaller is 0 in every dtype
+LOG_MIN_DIVISOR = math.log(MIN_DIVISOR)
 
 
 def padded(tokens: int) -> int:
@@ -47,7 +47,7 @@ def _sums(log_decay: Tensor, *, backward: bool) -> Tensor:
     The sums are float64, so that differences of two sums, the decays between nearby tokens, stay
     accurate when the sums are large.
     """
-    logs = to_float64(log_decay).clamp(min=VANISHED)
+    logs = to_float64(log_decay).clamp(min=MIN_LOG_DECAY)
     sums = logs.cumsum(-2)
     return sums[..., -1:, :] - sums + logs if backward else sums
 
@@ -75,7 +75,7 @@ def exp_decay(logs: Tensor, dtype: torch.dtype) -> Tensor:
     """
     logs = logs.to(accumulation_dtype(dtype))
     if dtype != torch.float64:
-        logs = F.threshold(logs, LOG_LEAST, -torch.inf)
+        logs = F.threshold(logs, LOG_MIN_DIVISOR, -torch.inf)
     return logs.exp().to(dtype)
 
 

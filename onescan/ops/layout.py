@@ -85,12 +85,12 @@ class Layout(NamedTuple):
 
     @property
     def starts(self) -> Bool[Tensor, "_ T"] | None:
-        """True where the forward direction restarts from an empty state; None for nowhere."""
+        """True where the forward direction restarts from an empty state; None if it never does."""
         return None if self.packing is None else self.packing.starts
 
     @property
     def ends(self) -> Bool[Tensor, "_ T"] | None:
-        """True where the backward direction restarts from an empty state; None for nowhere."""
+        """True where the backward direction restarts from an empty state; None if it never does."""
         if self.causal:
             return None
         ends = None if self.packing is None else self.packing.ends
@@ -118,15 +118,15 @@ class Layout(NamedTuple):
             before = sum(self.lengths[: self.ranks.rank])
         return before + torch.arange(self.tokens, device=self.device)
 
-    def filled(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
+    def pad_if_empty(self, *tensors: Any, dim: int = 1) -> tuple[Any, ...]:
         """Return tensors, [B, T, ...], with one token of zeros if this rank has none.
 
         Other arguments are returned unchanged; the op rejects them later.
         """
         return one_token(*tensors, dim=dim) if self.is_empty else tensors
 
-    def emptied(self, o: Tensor) -> Tensor:
-        """Return outputs, [B, T, ...], without the token that `filled` added."""
+    def unpad_if_empty(self, o: Tensor) -> Tensor:
+        """Return outputs, [B, T, ...], without the token that `pad_if_empty` added."""
         return o[:, :0] if self.is_empty else o
 
 

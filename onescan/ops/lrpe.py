@@ -137,7 +137,7 @@ def lrpe_angles(
 
     Raises:
         ValueError: If shape has no axis or an empty one, if prefix or start is not a whole number
-            of at least 0, if start is combined with a prefix, if another rank than the first has a
+            of at least 0, if start is combined with a prefix, if a rank other than the first has a
             prefix or, on a CPU, if theta is not finite.
 
     >>> theta = torch.tensor([[1.0, 3.0]])
@@ -160,7 +160,7 @@ def lrpe_angles(
                 )
             start = start + before
     if can_look_at_values(theta) and not theta.detach().isfinite().all():
-        raise ValueError("theta holds NaN or infinity, expected finite frequencies")
+        raise ValueError("theta contains NaN or infinity, expected finite frequencies")
     (theta,) = to_accumulation_dtype(theta)
     backend = resolved_backend("auto", True, theta, widest=None)
     if backend == "triton" and isinstance(start, int) and not empty:
@@ -255,4 +255,4 @@ def _check_positions(prefix: int, start: Any) -> None:  # Any: a user passed it
     is_tensor = isinstance(start, Tensor)
     check_whole(0, prefix=prefix, start=0 if is_tensor else start)
     if (is_tensor or start) and prefix:
-        raise ValueError(f"start is {start} with prefix={prefix}, expected start or prefix")
+        raise ValueError(f"start is {start} with prefix={prefix}, expected one of them to be 0")

@@ -155,7 +155,7 @@ def differentiable_gradients(
 
 
 def logcumsumexp(x: Tensor) -> Tensor:
-    """Compute log sum_{s <= t} exp(x_s) along the second-last axis, for finite x.
+    """Compute log sum_{s <= t} exp(x_s) along the second-to-last axis, for finite x.
 
     Unlike torch.logcumsumexp, its gradient is fast, and its second derivatives are not NaN.
     """

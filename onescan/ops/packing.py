@@ -20,7 +20,7 @@ from onescan.messages import named_type
 from onescan.ops.numerics import apply_function
 from onescan.shapes import Tokens
 
-LONG = 256  # average length from which on padding to chunks of 64 tokens is cheap
+LONG_SEQUENCE = 256  # average length above which padding to chunks of 64 tokens is cheap
 EXPECTED = "offsets [S + 1] of S sequences"
 
 
@@ -61,9 +61,9 @@ class Packing:
         return self._once("sequence", lambda: self._to_device(self._sequence_of_tokens()))
 
     @property
-    def place(self) -> Int[Tensor, "B T"]:
+    def position(self) -> Int[Tensor, "B T"]:
         """Number of earlier tokens of the same sequence."""
-        return self._once("place", lambda: self._to_device(self._position_of_tokens()))
+        return self._once("position", lambda: self._to_device(self._position_of_tokens()))
 
     @property
     def starts(self) -> Bool[Tensor, "B T"]:
@@ -80,7 +80,7 @@ class Packing:
 
         On a CPU, additive decay is fastest with 32 tokens for sequences of 40 and 80 on average.
         """
-        is_short = self.batch * self.tokens < LONG * self.sequences
+        is_short = self.batch * self.tokens < LONG_SEQUENCE * self.sequences
         return min(most, 32) if is_short else most
 
     def chunks(self, size: int) -> "Chunks":
@@ -334,7 +334,7 @@ def packing_of(
         tokens: Number of tokens per row, if x has only some of them.
 
     Raises:
-        ValueError: If the offsets have another type or shape, a state is given or, for offsets on
+        ValueError: If the offsets have the wrong type or shape, a state is given or, for offsets on
             the CPU, they do not run from 0 to B * T, decrease, or cross the end of a row.
 
     >>> packing_of(torch.tensor([0, 2, 5]), torch.ones(1, 4, 3))
@@ -348,7 +348,8 @@ def packing_of(
         packed = cu_seqlens.batch, cu_seqlens.tokens
         if packed != (batch, tokens):
             raise ValueError(
-                f"cu_seqlens is for {packed} rows and tokens, expected {(batch, tokens)}"
+                f"cu_seqlens is a Packing of {packed[0]} rows of {packed[1]} tokens, expected "
+                f"{batch} rows of {tokens}"
             )
         return cu_seqlens
     check_offsets_type("cu_seqlens", cu_seqlens, EXPECTED)
@@ -386,7 +387,7 @@ def check_offsets(name: str, offsets: Tensor, tokens: int) -> None:
     if decreases.any():
         i = int(decreases.nonzero()[0])
         pair = f"{int(offsets[i])} to {int(offsets[i + 1])}"
-        raise ValueError(f"{name} decreases from {pair}, expected offsets in order")
+        raise ValueError(f"{name} decreases from {pair}, expected offsets in ascending order")
 
 
 def _check_rows(cu_seqlens: Tensor, batch: int, tokens: int) -> None:

@@ -16,7 +16,7 @@ pass and again in the backward pass::
                             all-to-all    2 (W - 1) B T D / W^2       if that is less
     lrpe_angles             all-gather    W - 1                       forward, unknown lengths
 
-The table counts numbers. States are in the dtype of sums, which is float32 for bfloat16 inputs;
+The table counts elements. States are in the dtype of sums, which is float32 for bfloat16 inputs;
 tokens are in their own dtype. A scalar decay has one factor per head instead of K.
 
 A recurrence is linear in the state that enters a shard, S' = P S + U. Ranks gather P and U of all
@@ -86,7 +86,7 @@ class SequenceGroup:
     have to exchange them.
 
     Args:
-        group: A process group of this process, or a device mesh with one dimension.
+        group: A process group that contains this process, or a device mesh with one dimension.
         lengths: Number of tokens on each rank. If None, ranks exchange them when an op needs them.
         prefix: Number of tokens on the first rank that are not part of the grid, such as a class
             token. Included in `lengths`.
@@ -97,7 +97,7 @@ class SequenceGroup:
             once.
 
     Raises:
-        ValueError: If group is not a process group of this process or is a mesh with several
+        ValueError: If group is not a process group with this process or is a mesh with several
             dimensions, lengths is not one non-negative integer per rank, or the ranks of a node are
             not consecutive in group.
     """
@@ -120,7 +120,7 @@ class SequenceGroup:
         if not isinstance(group, dist.ProcessGroup):
             outside = group is dist.GroupMember.NON_GROUP_MEMBER
             described = "a group without this process" if outside else named_type(group)
-            raise ValueError(f"group is {described}, expected a process group of this process")
+            raise ValueError(f"group is {described}, expected a process group with this process")
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._lengths = None if lengths is None else self._checked(lengths)
         self.prefix = prefix
@@ -133,15 +133,16 @@ class SequenceGroup:
             node_rank = between.rank * within.size + within.rank
             if (node_rank, between.size * within.size) != (self.rank, self.size):
                 raise ValueError(
-                    f"nodes have {within.size} ranks in each of {between.size} nodes, and this "
-                    f"rank is number {node_rank}, expected rank {self.rank} of {self.size}"
+                    f"nodes describe {between.size} nodes of {within.size} ranks, in which this is "
+                    f"rank {node_rank}, expected rank {self.rank} of {self.size}, as in group"
                 )
 
     def _checked(self, lengths: Sequence[int]) -> list[int]:
         is_list = isinstance(lengths, Sequence) and len(lengths) == self.size
         if not is_list or not all(type(n) is int and n >= 0 for n in lengths):
             raise ValueError(
-                f"lengths is {lengths!r}, expected a whole number for each of {self.size} ranks"
+                f"lengths is {lengths!r}, expected a non-negative integer for each of {self.size} "
+                "ranks"
             )
         return list(lengths)
 
@@ -243,7 +244,7 @@ def sequence_parallel(group: Group | None) -> Iterator[None]:
 
     Models receive this rank's shard of their input along the first axis. For ops, this sets the
     default of the ``group`` argument, in all threads of the process. The backward pass may run
-    outside of the block, also if blocks of models recompute their activations. With
+    outside of the block, even if blocks of models recompute their activations. With
     `torch.utils.checkpoint` around calls of your own, the backward pass must run in the block:
     outside, recomputed ops read only the tokens of this rank, and gradients are wrong.
 
@@ -252,7 +253,7 @@ def sequence_parallel(group: Group | None) -> Iterator[None]:
             disables sharding.
 
     Raises:
-        ValueError: If group is not a process group of this process.
+        ValueError: If group is not a process group that contains this process.
     """
     global _current
     before, _current = _current, None if group is None else _as_sequence_group(group)
@@ -267,8 +268,8 @@ def sequence_group(group: Group | None) -> SequenceGroup | None:
 
     None if all tokens are on this process, including in groups of a single process.
     """
-    found = _current if group is None else _as_sequence_group(group)
-    return None if found is None or found.size == 1 else found
+    resolved = _current if group is None else _as_sequence_group(group)
+    return None if resolved is None or resolved.size == 1 else resolved
 
 
 def scan_group(*, backward: bool) -> SequenceGroup | None:
@@ -286,7 +287,7 @@ def _as_sequence_group(group: Any) -> SequenceGroup:
 
 def refuse_group(group: SequenceGroup, what: str, reason: str) -> None:
     """Raise ValueError for a call that cannot run over several ranks."""
-    raise ValueError(f"group has {group.size} ranks, but {what} runs on one: {reason}")
+    raise ValueError(f"group has {group.size} ranks, but {what} supports only one: {reason}")
 
 
 def known_lengths(x: Tensor) -> AbstractContextManager[None]:

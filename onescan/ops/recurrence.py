@@ -229,7 +229,7 @@ def run(
                 if x is not None and x.shape[:2] == keep.shape:
                     (finite[name],) = zero_masked(keep, x)
         check_no_nan(o, *state_tensors.values(), **finite, **state_tensors)
-    o = layout.emptied(o).to(inputs.v.dtype)
+    o = layout.unpad_if_empty(o).to(inputs.v.dtype)
     if not returns_state:
         return o, None
     states_out = states_out if final_states is None else final_states

@@ -286,7 +286,7 @@ def test_a_finished_run_with_more_epochs_is_continued_from_its_weights(tmp_path)
     train(tiny_run(steps=2), tmp_path)
     with pytest.raises(ValueError, match=r"training\.steps is 2 .* and 4 in this run") as caught:
         train(tiny_run(steps=4), tmp_path)
-    hint = f"to train on from its weights, choose another folder and set init_from='{tmp_path}'"
+    hint = f"to continue from its weights, choose another folder and set init_from='{tmp_path}'"
     assert str(caught.value).endswith(hint)
     with pytest.raises(ValueError, match="holds another run") as caught:
         train(configs.replace(tiny_run(steps=4), {"model.width": 5}), tmp_path)
@@ -348,12 +348,12 @@ def test_an_error_of_an_op_after_the_first_step_is_divergence(tmp_path, monkeypa
     def refuse(self, model, batch):
         calls.append(1)
         if len(calls) == 4:
-            raise ValueError("log_decay spans -inf to 0")
+            raise ValueError("log_decay ranges from -inf to 0")
         return original(self, model, batch)
 
     monkeypatch.setattr(ImageClassification, "loss", refuse)
     says = (
-        r"training diverged at step 3: log_decay spans -inf to 0; "
+        r"training diverged at step 3: log_decay ranges from -inf to 0; "
         r"the last good checkpoint is .*step_2; try a smaller"
     )
     with pytest.raises(FloatingPointError, match=says):

@@ -152,7 +152,7 @@ def test_replace_reaches_nested_fields():
     [
         ({"engine.bar": 1}, r"engine.bar is unknown \(perhaps you meant 'bars'\)"),
         ({"engne.bars": 1}, r"engne is unknown \(perhaps you meant 'engine'\)"),
-        ({"name.first": 1}, "name is 't', it has no field 'first'"),
+        ({"name.first": 1}, "name is 't', which has no field 'first'"),
         ({"engine.bars": "many"}, "engine.bars is 'many', expected int"),
     ],
 )

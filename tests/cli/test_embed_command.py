@@ -138,7 +138,7 @@ def test_the_column_of_the_training_data_is_read(capsys, monkeypatch):
     ("arguments", "message"),
     [
         ((), "inputs is empty, expected at least one text, file or folder"),
-        (("",), "inputs has an empty text"),
+        (("",), "inputs contains an empty text"),
         (("no.txt",), "there is no file no.txt"),
         (("no.csv",), "there is no file no.csv"),
         (("picture.png",), "picture.png is not a file of texts, expected a name ending in .txt"),

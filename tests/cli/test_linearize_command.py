@@ -353,7 +353,9 @@ def test_a_numbered_model_gets_the_names_of_the_data(folder, tmp_path, capsys):
 
 def test_softmax_in_no_layer_is_said(folder, tmp_path, capsys):
     assert run(folder, "masked", "text.txt", tmp_path / "o", "--softmax-every", "3") == 0
-    assert "in 2 layers, softmax attention in none: softmax_every is 3" in capsys.readouterr().out
+    assert (
+        "in 2 layers, softmax attention in no layer (softmax_every is 3)" in capsys.readouterr().out
+    )
 
 
 def test_notes_on_the_data_are_printed(folder, tmp_path, capsys):

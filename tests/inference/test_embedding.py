@@ -280,8 +280,8 @@ def test_pictures_in_memory_are_embedded_like_files(files):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (torch.rand(2, 8, 8, 3), r"have shape \(2, 8, 8, 3\), expected \[\.\.\., 3, \*axes\]"),
-        (torch.rand(2, 1, 8, 8), r"have shape \(2, 1, 8, 8\), expected \[\.\.\., 3, \*axes\]"),
+        (torch.rand(2, 8, 8, 3), r"has shape \(2, 8, 8, 3\), expected \[\.\.\., 3, \*axes\]"),
+        (torch.rand(2, 1, 8, 8), r"has shape \(2, 1, 8, 8\), expected \[\.\.\., 3, \*axes\]"),
         (
             torch.rand(3, 8, 8),
             r"inputs has shape \(3, 8, 8\), expected \[N, 3, \*axes\] with 2 axes",

@@ -112,7 +112,7 @@ def test_a_missing_folder_of_a_tokenizer_is_named_at_once(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", unknown)
     monkeypatch.setattr("onescan.checkpoint.hub.getproxies", dict)
     monkeypatch.setattr("time.sleep", lambda _: pytest.fail("waits for another try"))
-    message = "tokenizer from 'nowhere', which is not on disk, nor on the Hugging Face hub: "
+    message = "tokenizer from 'nowhere' on disk or on the Hugging Face Hub: "
     with pytest.raises(ValueError, match=message):
         load_tokenizer("nowhere")
 
@@ -178,7 +178,7 @@ def test_invalid_texts_to_fill_are_rejected():
     with pytest.raises(ValueError, match="top_k is 0"):
         fill_masks(filler(), words(framed=True), "the [MASK]", top_k=0)
     big = MaskedLMConfig(**{**SMALL, "vocab_size": 300, **BOTH["lion"]}).build()
-    with pytest.raises(ValueError, match="tokenizer 'pairs' has no mask"):
+    with pytest.raises(ValueError, match="tokenizer 'pairs' has no mask token"):
         fill_masks(big, PretrainedTokenizer("pairs", byte_level_bpe()), "the [MASK]")
 
 
@@ -254,7 +254,7 @@ def test_mistakes_are_reported_in_one_line(saved, capsys):
     )
     writer_words = ["generate", str(saved / "writer"), "--prompt"]
     assert "--seed is -1, expected" in error(*writer_words, "a", "--seed", "-1")
-    assert "prompt is not valid UTF-8 from character 1" in error(*writer_words, "a\udcff")
+    assert "prompt is 'a\\udcff', expected Unicode text" in error(*writer_words, "a\udcff")
     weights = saved / "writer" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:200])

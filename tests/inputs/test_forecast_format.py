@@ -109,5 +109,5 @@ def test_other_shapes_and_infinite_values_are_refused():
         FORMAT.model_input(windows()[..., 1:])
     with pytest.raises(ValueError, match="context has infinite values, expected finite numbers"):
         FORMAT.model_input(windows() / 0)
-    with pytest.raises(ValueError, match=r"\(4, 5, 11\), expected \(B, 6, 11\): 3 quantiles of 2"):
+    with pytest.raises(ValueError, match=r"\(4, 5, 11\), expected \(B, 6, 11\): .*, 3 x 2"):
         FORMAT.scores(torch.zeros(4, 5, 11))

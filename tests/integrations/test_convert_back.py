@@ -256,6 +256,6 @@ def test_bad_arguments_of_the_way_back_are_named(tmp_path):
 
 def test_a_folder_of_another_library_is_named_as_such(tmp_path):
     of_transformers("ViT").save_pretrained(tmp_path / "vit")
-    says = "holds ViTForImageClassification, expected one of .*; onescan convert reads models of"
+    says = "holds ViTForImageClassification, expected one of .*; `onescan convert` reads models of"
     with pytest.raises(ValueError, match=says):
         onescan.convert(tmp_path / "vit", to="transformers")

@@ -89,7 +89,7 @@ def test_a_denoiser_is_written_as_a_pipeline(tmp_path):
 
 def test_an_existing_folder_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="which exists, expected a new folder"):
+    with pytest.raises(ValueError, match="which is not empty, expected a new folder"):
         onescan.convert(tmp_path, tmp_path)
     assert main(["convert", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 2
     assert "there is no file or folder" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_onnx_is_written_in_python(capsys):
     for flags in (["--to", "onnx"], ["--to=onnx"]):
         assert main(["convert", "zoo/digits_lightnet", *flags, "--out", "a"]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("onescan: error: --to is 'onnx', which")
+        assert error.startswith("onescan: error: --to is 'onnx', expected")
         assert "export_onnx of onescan.integrations.export writes ONNX files" in error
 
 
@@ -118,7 +118,7 @@ def test_constants_of_imagenet_are_noted(tmp_path, caplog):
 
 def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path, caplog):
     of_transformers("ViT", num_channels=1).save_pretrained(tmp_path / "gray")
-    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json states no"):
+    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json has no"):
         onescan.convert(tmp_path / "gray", tmp_path / "run")
     constants = {"image_mean": [0.5], "image_std": [0.25]}
     caplog.clear()

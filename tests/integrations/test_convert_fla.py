@@ -163,7 +163,7 @@ def test_settings_that_differ_are_refused(settings, changes, message):
 
 def test_tensors_that_differ_are_refused():
     weights, layer = gla_weights(), "model.layers.1.attn"
-    with pytest.raises(ValueError, match=f"which has no {layer}.b_proj.weight"):
+    with pytest.raises(ValueError, match=f"unexpected tensors: {layer}.b_proj.weight"):
         converted(GLA, weights | {f"{layer}.b_proj.weight": torch.zeros(3, 24)})
     with pytest.raises(ValueError, match=f"no tensor {layer}.v_proj.weight"):
         converted(GLA, {n: x for n, x in weights.items() if n != f"{layer}.v_proj.weight"})

@@ -445,7 +445,7 @@ def test_an_export_leaves_the_model_as_it_was():
             lambda: export_step(onescan.load("zoo/digits_lightnet")),
             "model is a Checkpoint, expected a CausalLM; pass checkpoint.model$",
         ),
-        (lambda: export_program(causal(CAUSAL["lion"]).train()), "model is training, expected"),
+        (lambda: export_program(causal(CAUSAL["lion"]).train()), "model is in training mode"),
         (
             lambda: export_program(causal(CAUSAL["lion"]), extra_inputs=("segments",)),
             "extra_inputs contains 'segments', but this CausalLM takes 'keep'",

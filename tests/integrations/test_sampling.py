@@ -400,9 +400,9 @@ def test_models_without_classes_get_no_labels():
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, {"labels": [4]}, "labels has 4, expected 0 to 2, or 3 for none"),
-        ({}, {"labels": [-1]}, "labels has -1, expected 0 to 2"),
-        ({"label_dropout": 0.0}, {"labels": [3]}, "labels has 3, expected 0 to 2$"),
+        ({}, {"labels": [4]}, "labels contains 4, expected 0 to 2, or 3 for none"),
+        ({}, {"labels": [-1]}, "labels contains -1, expected 0 to 2"),
+        ({"label_dropout": 0.0}, {"labels": [3]}, "labels contains 3, expected 0 to 2$"),
         ({}, {"labels": [0, 1]}, r"labels has shape \(2,\) and dtype torch.int64, expected \(1,\)"),
         ({}, {"guidance": 2.0}, "guidance is 2.0, but labels is None, expected 1"),
         ({}, {"guidance": -1.0, "labels": [0]}, "guidance is -1.0, expected 0 or more"),

@@ -273,7 +273,7 @@ def test_states_and_masks_with_gaps_are_taken(causal):
 def test_parts_of_a_long_sequence_are_merged(monkeypatch):
     from onescan.ops.additive_decay import launch
 
-    monkeypatch.setattr(launch, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(launch, "MIN_SPLIT", 32)
     Case(1, 70, 1, 5, 6).check()
 
 
@@ -286,7 +286,7 @@ def test_parts_of_a_long_sequence_are_merged_where_kv_is_held(dtype, monkeypatch
     def holding(blocks_of):
         return lambda case: blocks_of(case)._replace(keys=64)
 
-    monkeypatch.setattr(launch, "LEAST_SPLIT", 32)
+    monkeypatch.setattr(launch, "MIN_SPLIT", 32)
     for name, kernel in (("read_blocks", "read_out"), ("collect_blocks", "collect")):
         blocks_of = holding(getattr(launch.scan, name))
         monkeypatch.setattr(launch.scan, name, blocks_of)
@@ -418,7 +418,7 @@ def assert_packing_equals_separate_calls(case, *lengths, cu_device="cpu"):
 def test_packed_sequences(causal, lrpe, keep, dtype, monkeypatch):
     from onescan.ops.additive_decay import launch
 
-    monkeypatch.setattr(launch, "LEAST_SPLIT", 64)
+    monkeypatch.setattr(launch, "MIN_SPLIT", 64)
     case = Case(1, 193, 1, 5, 6, causal=causal, lrpe=lrpe, keep=keep, state=False, dtype=dtype)
     assert_packing_equals_separate_calls(case, [0, 1, 63, 0, 64, 65, 0])
 

@@ -396,7 +396,7 @@ def test_a_nan_is_blamed_on_its_argument(name):
     if GPU:
         assert in_kernels(**named, causal=True)[0].isnan().any()
         return
-    with pytest.raises(ValueError, match=f"{name} holds 1 NaN of"):
+    with pytest.raises(ValueError, match=f"{name} holds 1 NaN value out of"):
         in_kernels(**named, causal=True)
 
 

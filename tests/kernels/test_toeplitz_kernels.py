@@ -35,7 +35,7 @@ pytestmark = MARKS
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch):
     """Short lines have several parts, and few programs, each with several of them."""
-    monkeypatch.setattr(launch, "LEAST_SPLIT", 8)
+    monkeypatch.setattr(launch, "MIN_SPLIT", 8)
     monkeypatch.setattr(launch, "WARPS", 1)
     monkeypatch.setattr(launch, "target_programs", lambda _: 4)
 
@@ -164,7 +164,7 @@ def test_rounded_decays_do_not_drift():
     named["log_decay"] = -torch.logspace(-4, -3, channels).view(1, channels, 1)
     named["weight"] = torch.ones(1, channels, 1)
     named = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in named.items()}
-    with patch.object(launch, "LEAST_SPLIT", tokens):
+    with patch.object(launch, "MIN_SPLIT", tokens):
         y, _ = run(**named)
     want = (named["log_decay"].double() * (tokens - 1)).exp().view(channels)
     # a rounding at each step, of either sign, and no sum of the same one

@@ -269,7 +269,7 @@ def test_hippos_steps_are_of_the_range_asked_for():
         (HippoDecayConfig(min_step=1.0), "decay.min_step is 1.0, expected at most max_step=0.1"),
         (GLADecayConfig(rank=0), "decay.rank is 0"),
         (RWKV6DecayConfig(rank=-1), "decay.rank is -1"),
-        (HGRN2DecayConfig(lower_bound=1.0), "decay.lower_bound is 1.0, expected .* below 1"),
+        (HGRN2DecayConfig(lower_bound=1.0), "decay.lower_bound is 1.0, expected .* less than 1"),
     ],
 )
 def test_impossible_fields_are_refused(config, message):

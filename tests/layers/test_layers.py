@@ -46,8 +46,11 @@ def test_patches_are_what_a_strided_convolution_reads():
     ("shape", "message"),
     [
         ((1, 3, 8, 0), "input has size 8 x 0, expected at least 1 along each axis"),
-        ((1, 1, 8, 8), "1 channels and 2 axes .* expected 3 channels and 2 axes"),
-        ((1, 3, 8), r"3 channels and 1 axes .*batch dimension if it is missing: x\[None\]$"),
+        (
+            (1, 1, 8, 8),
+            r"1 channels and sides \(8, 8\), expected 3 channels and one side for each of 2",
+        ),
+        ((1, 3, 8), r"3 channels and sides \(8,\), .*batch dimension if it is missing: x\[None\]$"),
     ],
 )
 def test_what_patches_cannot_cover_is_refused(shape, message):

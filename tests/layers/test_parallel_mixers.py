@@ -294,7 +294,9 @@ def test_a_scheme_that_needs_all_tokens(over_ranks):
         mixer = built(replace(DIFFUSION, {"scheme": "crank_nicolson"}), 1)
         with (
             sequence_parallel(group),
-            pytest.raises(ValueError, match="'crank_nicolson' runs on one: it solves a system"),
+            pytest.raises(
+                ValueError, match="'crank_nicolson' supports only one: it solves a system"
+            ),
         ):
             mixer(rand(B, 3, WIDTH), Grid((3,)))
 

@@ -64,8 +64,8 @@ def test_moving_digits():
     assert torch.equal(torch.from_numpy(splits.train.x), torch.from_numpy(again.train.x))
     assert len(splits.train) + len(splits.test) == 4 * 1797
     assert splits.class_names[:4] == ("0 left", "0 right", "0 up", "0 down")
-    assert not {p // 4 for p in splits.train.places.tolist()} & {
-        p // 4 for p in splits.test.places.tolist()
+    assert not {p // 4 for p in splits.train.indices.tolist()} & {
+        p // 4 for p in splits.test.indices.tolist()
     }
     for direction, (row, column) in enumerate([(0, -1), (0, 1), (-1, 0), (1, 0)]):
         video = torch.from_numpy(splits.train.x[direction])  # the first digit's videos
@@ -133,9 +133,9 @@ def test_denoisers_of_any_axes_sample_through_diffusers(sizes, tmp_path):
     assert images.shape == (2, 1, *sizes["image_size"])
     seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
     assert torch.equal(load_pretrained(tmp_path)(**options, generator=seeds).images, images)
-    with pytest.raises(ValueError, match=f"'pil', but the model has {images.ndim - 2} axes"):
+    with pytest.raises(ValueError, match=f"'pil', but the model has {images.ndim - 2} ax"):
         pipe(class_labels=[0])
-    with pytest.raises(ValueError, match="height is 8 and width is None, but the model has"):
+    with pytest.raises(ValueError, match="height is 8 and width is None, expected None for both"):
         pipe(class_labels=[0], output_type="pt", height=8)
 
 

@@ -109,7 +109,7 @@ def test_operators_do_not_depend_on_the_position(mixer, backend):
 def test_growing_states_are_refused(replayed):
     model = build(SoftmaxMixerConfig(num_heads=2, direction="forward"))
     prompt = torch.zeros(1, 2, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"state that grows with the text: blocks\.0"):
+    with pytest.raises(ValueError, match=r"state grows with the text: blocks\.0"):
         model.generate(prompt, max_new_tokens=2, cuda_graph=True)
 
 

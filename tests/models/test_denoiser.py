@@ -188,7 +188,7 @@ def test_a_model_without_classes_takes_no_labels():
     model, x = awake(tiny(num_classes=0)), noisy(3, 8, 8)
     assert model.prefix == 1
     assert model(x, T).shape == (2, 6, 8, 8)
-    with pytest.raises(ValueError, match="labels are given, but num_classes is 0"):
+    with pytest.raises(ValueError, match="labels were given, but num_classes is 0"):
         model(x, T, LABELS)
 
 
@@ -267,7 +267,10 @@ def test_a_config_that_no_model_has_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((noisy(3, 8, 8), T, torch.tensor([1, 6])), "labels contain 6, expected 0 to 4"),
+        (
+            (noisy(3, 8, 8), T, torch.tensor([1, 6])),
+            "labels contain 6, expected classes from 0 to 4",
+        ),
         ((noisy(3, 8, 8), T, torch.tensor([-1, 0])), "labels contain -1"),
         ((noisy(3, 8, 8), torch.tensor([1, 1001]), LABELS), "timesteps range from 1 to 1001"),
         ((noisy(3, 8, 8), torch.tensor([float("nan"), 1]), LABELS), "timesteps range from nan"),

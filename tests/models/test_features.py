@@ -72,7 +72,7 @@ def test_intermediates_follow_the_blocks():
     torch.testing.assert_close(early, late)
     pairs = model.forward_intermediates(x, return_prefix_tokens=True, intermediates_only=True)
     assert [tuple(prefix.shape) for _, prefix in pairs] == [(1, 1, 24)] * 3
-    with pytest.raises(ValueError, match=r"indices is \[3\], expected some of the 3 blocks"):
+    with pytest.raises(ValueError, match=r"indices is \[3\], expected indices from -3 to 2"):
         model.forward_intermediates(x, [3])
     with pytest.raises(ValueError, match="output_fmt is 'NHWC', expected 'NCHW' or 'NLC'"):
         model.forward_intermediates(x, output_fmt="NHWC")

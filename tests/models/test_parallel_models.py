@@ -419,10 +419,13 @@ def test_inputs_that_cannot_run_over_ranks(tmp_path):
                 r"sizes \[2, 3.* multiples of the patch size 2, not",
             ),
             (lambda: image(rand(1, 1, 0, 4)), r"sizes \[0, 0.* not all 0"),
-            (lambda: joint(rand(1, 1, 4, 4)), f"group has {size} ranks, but a joint kernel runs"),
+            (
+                lambda: joint(rand(1, 1, 4, 4)),
+                f"group has {size} ranks, but a joint kernel supports only one",
+            ),
             (
                 lambda: separate(texts(3), cu_seqlens=offsets),
-                f"group has {size} ranks, but a layer without cu_seqlens runs on one",
+                f"group has {size} ranks, but a layer without cu_seqlens supports only one",
             ),
         ]
         for call, message in wrong:

@@ -209,12 +209,12 @@ TOKENS, MEMORY = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, WIDTH)
     [
         ({"tokens": TOKENS[0]}, r"tokens has shape \(3,\)"),
         ({"tokens": TOKENS[:, :0]}, "T is 0"),
-        ({"tokens": TOKENS + VOCABULARY}, "tokens hold the ids 8 to 8, expected 0 to 7"),
-        ({"tokens": TOKENS - 1}, "tokens hold the ids -1 to -1, expected 0 to 7"),
+        ({"tokens": TOKENS + VOCABULARY}, "tokens contains ids from 8 to 8, expected 0 to 7"),
+        ({"tokens": TOKENS - 1}, "tokens contains ids from -1 to -1, expected 0 to 7"),
         ({"tokens": None}, "tokens is a NoneType"),
         ({"tokens": TOKENS.float()}, "tokens has dtype torch.float32"),
-        ({"memory": None}, "neither of memory and state were given"),
-        ({"state": 3}, "both of memory and state were given"),
+        ({"memory": None}, "neither memory nor state was given"),
+        ({"state": 3}, "memory and state were both given"),
         ({"memory": None, "state": 3}, "state is an int"),
         ({"memory": MEMORY[:1]}, r"memory has shape \(1, 4, 32\)"),
         ({"memory": MEMORY[..., :9]}, r"memory has shape \(2, 4, 9\)"),
@@ -341,7 +341,7 @@ def test_writing_refuses_what_is_no_id(change, message):
 def test_a_state_without_its_mixers_is_refused():
     decoder = CONFIG.build()
     _, state = decoder(TOKENS, MEMORY)
-    with pytest.raises(ValueError, match=r"state\.mixers holds None"):
+    with pytest.raises(ValueError, match=r"state\.mixers contains None"):
         decoder(TOKENS, state=state._replace(mixers=(None, None)))
     with pytest.raises(ValueError, match="state has 1 blocks and 2 memories, expected 2 of each"):
         decoder(TOKENS, state=state._replace(mixers=state.mixers[:1]))

@@ -190,11 +190,13 @@ def test_a_stream_keeps_the_size_of_its_frames():
     model = VIDEO.build().double()
     _, state = model.stream(clips(VIDEO))
     with pytest.raises(
-        ValueError, match=r"images have patches \(3, 2\) per step, expected \(2, 3\)"
+        ValueError, match=r"images have \(3, 2\) patches per step, expected \(2, 3\)"
     ):
         model.stream(clips(VIDEO).mT, state)
     deeper = replace(VIDEO, {"depth": VIDEO.depth + 1}).build().double()
-    with pytest.raises(ValueError, match=rf"state is of {VIDEO.depth} blocks, expected"):
+    with pytest.raises(
+        ValueError, match=rf"state is from a model with {VIDEO.depth} blocks, expected"
+    ):
         deeper.stream(clips(VIDEO), state)
     with pytest.raises(ValueError, match="state is an int, expected a StreamState"):
         unwrap(type(model).stream)(model, clips(VIDEO), 0)

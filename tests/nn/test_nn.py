@@ -262,9 +262,9 @@ def test_wrong_arguments_are_named():
     layer, x = build(LightNetAttention, axes=2), tokens(1, 6)
     with pytest.raises(ValueError, match="shape is None"):
         layer(x)
-    with pytest.raises(ValueError, match="shape is \\(2, 4\\)"):
+    with pytest.raises(ValueError, match="6 tokens, but shape \\(2, 4\\) with prefix=0 has 8"):
         layer(x, (2, 4))
-    with pytest.raises(ValueError, match="expected 1 axis and 6 tokens"):
+    with pytest.raises(ValueError, match="expected 1 axis, as in the layer"):
         build(LightNetAttention)(x, (2, 3))
     with pytest.raises(ValueError, match="key_padding_mask has dtype"):
         layer(x, (2, 3), key_padding_mask=torch.zeros(1, 6))

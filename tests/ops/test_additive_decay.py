@@ -53,8 +53,8 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiled_causal, "needs_plain_functions", lambda *tensors: True)
         return "chunk"
     if request.param == "by_sample":
-        monkeypatch.setattr(tiled, "LEAST", 0)
-        monkeypatch.setattr(tiled, "LARGE", 0)
+        monkeypatch.setattr(tiled, "SMALL_SAMPLE", 0)
+        monkeypatch.setattr(tiled, "LARGE_SAMPLE", 0)
         monkeypatch.setattr(tiled, "TILE", 3 * H * K)
         return "one_scan"
     return request.param
@@ -568,19 +568,19 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
         ({"causal": "no"}, "causal is 'no'"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),
         ({"k": torch.ones(B, 4, H, K, device="meta")}, "k is on meta and q on cpu"),
-        ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN of 48"),
+        ({"angles": torch.full((4, H, K), torch.nan)}, "angles holds 48 NaN values out of 48"),
         ({"angles": RotaryPositions(torch.ones(H, K + 1))}, r"angles\.theta has shape"),
         ({"angles": RotaryPositions(torch.ones(H, K), -1)}, r"angles\.start is -1"),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor(2.5))},
-            r"angles\.start has shape \(\) and dtype torch.float32, expected one integer",
+            r"angles\.start has shape \(\) and dtype torch.float32, expected a single integer",
         ),
         (
             {"angles": RotaryPositions(torch.ones(H, K), torch.tensor([1, 2]))},
-            r"angles\.start has shape \(2,\) and dtype torch.int64, expected one integer",
+            r"angles\.start has shape \(2,\) and dtype torch.int64, expected a single integer",
         ),
         ({"feature_map": "exp"}, "feature_map 'exp' is unknown.*identity, silu"),
-        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf values out of 96"),
         (
             {
                 "state": AdditiveDecayState(
@@ -605,7 +605,7 @@ def test_errors_name_the_argument(change, message):
     [
         (
             AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 1, 1)),
-            "F is 1",
+            "a.kv has 1 features",
         ),
         (
             AdditiveDecayState(torch.ones(1, 2, 3), torch.ones(1, 1, 3, 1)),
@@ -615,12 +615,12 @@ def test_errors_name_the_argument(change, message):
         (AdditiveDecayState(torch.ones(1, 1, 3).long(), torch.ones(1, 1, 3, 1)), "int64"),
         (
             AdditiveDecayState(torch.full((1, 1, 3), torch.nan), torch.ones(1, 1, 3, 1)),
-            "3 NaN of 3",
+            "3 NaN values out of 3",
         ),
     ],
 )
 def test_states_that_cannot_be_merged(other, message):
-    if message.startswith("F"):
+    if message.startswith("a.kv"):
         state = other
     else:
         state = AdditiveDecayState(torch.ones(1, 1, 3), torch.ones(1, 1, 3, 1))

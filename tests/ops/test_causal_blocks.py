@@ -183,7 +183,7 @@ def test_errors_about_offsets_of_blocks(name):
     for offsets, message in (
         ([1, T], "causal_block begins with 1, expected 0"),
         ([0, T - 1], f"causal_block ends at {T - 1}, expected {T}, the number of tokens"),
-        ([0, 5, 3, T], "causal_block decreases from 5 to 3, expected offsets in order"),
+        ([0, 5, 3, T], "causal_block decreases from 5 to 3, expected offsets in ascending order"),
         ([[0, T]], r"causal_block has shape \(1, 2\), expected offsets \[N \+ 1\] of N blocks"),
         ([0.0, T], "causal_block has dtype torch.float32, expected torch.int32"),
     ):
@@ -374,7 +374,7 @@ def test_ranks_compute_the_outputs_of_one_process(name, form, tmp_path):
         assert_same_over_ranks(call, tokens | keep, state._asdict(), lengths, group)
         own = {key: x for key, x in tokens.items() if key != "angles"}
         offsets = torch.tensor([0, T, 2 * T])
-        with pytest.raises(ValueError, match="causal_block with cu_seqlens runs on one"):
+        with pytest.raises(ValueError, match="causal_block with cu_seqlens supports only one"):
             op(**own, cu_seqlens=offsets, group=group, **options)
 
     run_ranks(4, check, tmp_path)

@@ -481,7 +481,7 @@ PAIR = DeltaStates(ONE, None)
         ({"k": torch.full((B, 4, H, K), torch.nan)}, "k holds 96 NaN"),
         ({"v": torch.full((B, 4, H, V), torch.nan)}, "v holds 120 NaN"),
         ({"beta": torch.full((B, 4, H), torch.nan)}, "beta holds 24 NaN"),
-        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf of 96"),
+        ({"k": torch.full((B, 4, H, K), torch.inf)}, r"k holds 96 \+inf values out of 96"),
         (
             {"state": DeltaState(torch.full((B, H, K, V), torch.nan)), "causal": True},
             "state.kv holds 120 NaN",

@@ -273,8 +273,8 @@ def test_theorem_1_fails_at_the_bound_itself_though_its_graph_is_strongly_connec
     ("operator", "message"),
     [
         (torch.ones(2, 3), r"operator has shape \(2, 3\)"),
-        (torch.tensor([[1.0, -1.0], [0.0, 1.0]]), "operator holds numbers below 0 or NaN"),
-        (torch.full((2, 2), torch.nan), "operator holds numbers below 0 or NaN"),
+        (torch.tensor([[1.0, -1.0], [0.0, 1.0]]), "operator contains numbers below 0 or NaN"),
+        (torch.full((2, 2), torch.nan), "operator contains numbers below 0 or NaN"),
     ],
 )
 def test_what_is_no_operator_has_no_power(operator, message):

@@ -120,7 +120,7 @@ def test_rows_of_a_single_document_and_an_empty_batch():
 def test_documents_and_state_exclude_each_other():
     model, tokens = plain_model(), ids(2, 10)
     _, state = model(tokens)
-    with pytest.raises(ValueError, match="documents and state were both given"):
+    with pytest.raises(ValueError, match="documents and state were given together"):
         model(tokens, state, documents=NUMBERS)
     assert model(tokens, documents=NUMBERS)[1] is None
 
@@ -144,5 +144,5 @@ def test_offsets_and_numbers_are_alike():
     model, tokens = masked(BOTH["lightnet"]), ids(2, 10)
     packed = scores(model, tokens, documents=NUMBERS)
     assert torch.equal(scores(model, tokens, cu_seqlens=document_offsets(NUMBERS)), packed)
-    with pytest.raises(ValueError, match="documents and cu_seqlens were both given"):
+    with pytest.raises(ValueError, match="documents and cu_seqlens were given together"):
         model(tokens, documents=NUMBERS, cu_seqlens=document_offsets(NUMBERS))

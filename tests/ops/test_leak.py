@@ -126,7 +126,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("tile", [1, tiled_causal.TILE])
-def test_float32_is_exact(kind, tile, monkeypatch):
+def test_float32_is_exact_up_to_rounding(kind, tile, monkeypatch):
     monkeypatch.setattr(tiled_causal, "TILE", tile)
     named = inputs(len(STEPS), angles=False, state=True, keep=kind == "17 a token")
     named |= {n: named[n].float() for n in "qkv"}
@@ -135,11 +135,8 @@ def test_float32_is_exact(kind, tile, monkeypatch):
     want = outputs_and_gradients(partial(reference.forward, causal=True), exact)
     named["state"] = named["state"]._replace(kv=named["state"].kv.float())
     got = outputs_and_gradients(causal_decay, named)
-    *pairs, of_leak = zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True)
-    for x, y in pairs:
-        assert (x.double() - y).abs().max() <= 3e-5 * y.abs().max().clamp(min=1)
-    # gradients of logits, times the number of tokens before them
-    torch.testing.assert_close(*of_leak, atol=2e-6 * len(STEPS), rtol=1e-4)
+    for x, y in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert (x.double() - y).abs().max() <= 2e-7 * y.abs().max().clamp(min=1)
 
 
 def test_a_hundred_thousand_tokens():
@@ -153,9 +150,8 @@ def test_a_hundred_thousand_tokens():
 
 
 @over_forms
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_leak_of_zero_is_bit_equal_to_none(form, dtype):
-    named = {n: x.to(dtype) for n, x in inputs(130).items()}
+def test_a_leak_of_zero_is_bit_equal_to_none(form):
+    named = inputs(130)
     leak = torch.zeros_like(named.pop("leak"))
     o, state = causal_decay(**named, form=form)
     got, after = causal_decay(**named, form=form, leak=leak)
@@ -313,7 +309,7 @@ def test_compiled_calls_equal_eager_ones(form):
     ("change", "message"),
     [
         ({"causal": False}, "leak requires causal=True: with causal=False"),
-        ({"causal": False, "causal_block": 2}, "leak does not support causal_block, expected"),
+        ({"causal": False, "causal_block": 2}, "leak was given with causal_block, expected"),
         ({"backend": "triton"}, "backend is 'triton' with leak, expected backend 'torch'"),
         ({"leak": -RATES}, "leak ranges from -3 to -0, expected finite rates of at least 0"),
         ({"leak": RATES / 0}, "leak ranges from nan to nan, expected finite rates"),

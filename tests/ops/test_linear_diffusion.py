@@ -378,7 +378,7 @@ STATE = DiffusionState(torch.ones(B, 2, H, V), torch.ones(B, 2, dtype=torch.bool
         ({"x": torch.full((B, 4, H, V), torch.nan)}, "x holds 48 NaN"),
         ({"weights": torch.full((H, 5), torch.nan)}, "weights holds 10 NaN"),
         ({"dt": torch.full((H,), torch.nan)}, "dt holds 2 NaN"),
-        ({"x": torch.full((B, 4, H, V), torch.inf)}, r"x holds 48 \+inf of 48"),
+        ({"x": torch.full((B, 4, H, V), torch.inf)}, r"x holds 48 \+inf values out of 48"),
         ({"state": STATE._replace(x=STATE.x * torch.nan)}, "state.x holds 24 NaN"),
     ],
 )

@@ -194,7 +194,7 @@ def test_frequencies_have_at_least_float32(default, expected):
         ({"prefix": -1}, "prefix is -1"),
         ({"start": -2}, "start is -2"),
         ({"start": 1.5}, "start is 1.5"),
-        ({"theta": torch.full((1, 2), torch.nan)}, "theta holds NaN"),
+        ({"theta": torch.full((1, 2), torch.nan)}, "theta contains NaN"),
         ({"start": 1, "prefix": 1}, "start is 1 with prefix=1"),
         ({"theta": torch.ones(3)}, r"theta has shape \(3,\)"),
         ({"theta": torch.ones(3, 2, dtype=torch.int64)}, "theta has dtype torch.int64"),

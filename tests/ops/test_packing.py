@@ -235,7 +235,10 @@ BAD = [
     (torch.tensor([0, 7]), "cu_seqlens ends at 7, expected 8, the number of tokens"),
     (torch.tensor([0, 4, 3, 8]), "cu_seqlens decreases from 4 to 3"),
     (torch.tensor([0, 3, 8]), "cu_seqlens has no offset 4, where a row of 4 tokens begins"),
-    (Packing(torch.tensor([0, 4]), batch=1, tokens=4), r"cu_seqlens is for \(1, 4\) rows"),
+    (
+        Packing(torch.tensor([0, 4]), batch=1, tokens=4),
+        "cu_seqlens is a Packing of 1 rows of 4 tokens",
+    ),
 ]
 
 

@@ -448,7 +448,7 @@ def test_nodes_exchange_merged_states(tmp_path):
             states = node_size - 1 + ranks // node_size - 1  # of other ranks and nodes
             assert not received or received[0] * states == received[1] * (ranks - 1)
         if 0 < group.rank() < ranks - 1:
-            with pytest.raises(ValueError, match="nodes have 3 ranks in each of 2 nodes"):
+            with pytest.raises(ValueError, match="nodes describe 2 nodes of 3 ranks"):
                 SequenceGroup(group, nodes=levels[::-1])
 
     run_ranks(ranks, check, tmp_path)
@@ -525,7 +525,7 @@ def refusals(group):
     mdtpe = partial(toeplitz_position, group=group)
     decays, weight = -torch.ones(2, H, 1).double(), torch.ones(2, H, 1).double()
     size = group.size()
-    yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' runs on one"
+    yield lambda: diffusion(form="fft"), f"group has {size} ranks, but form 'fft' supports only one"
     yield lambda: diffusion(scheme="crank_nicolson"), "it solves a system over all tokens"
     yield lambda: mdtpe(grid, decays, weight, (4, 3), form="fft"), "an FFT needs all tokens"
     yield lambda: mdtpe(grid, decays, weight[0], (4, 3), joint=True), "its FFT needs all tokens"
@@ -537,7 +537,7 @@ def refusals(group):
     for lengths in ([1], [True] * size):
         yield (
             partial(SequenceGroup, group, lengths),
-            re.escape(f"lengths is {lengths!r}, expected a whole number for each"),
+            re.escape(f"lengths is {lengths!r}, expected a non-negative integer for each"),
         )
     yield (
         lambda: linear_diffusion(x, ones, ones[:, 0], group=SequenceGroup(group, [0] * size)),

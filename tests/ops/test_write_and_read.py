@@ -145,7 +145,7 @@ def test_errors_name_the_argument(name):
         (partial(read, q, state[0]), "state is a Tensor, expected the state of a direction"),
         (partial(read, rand(B, 2, H + 1, K), state), "has shape .*H=4"),
         (partial(read, q, state._replace(kv=state.kv * torch.nan)), "state.kv holds 120 NaN"),
-        (partial(read, q * torch.nan, state), "q holds 48 NaN of 48"),
+        (partial(read, q * torch.nan, state), "q holds 48 NaN values out of 48"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -168,9 +168,7 @@ def test_a_state_with_angles_is_read_with_angles():
     q, theta = rand(B, T, H, K), rand(H, K)
     angles = lrpe_angles((T,), theta)
     k, v = drawn("additive")
-    with pytest.raises(
-        ValueError, match=r"state\.kv has 8 features with angles not given, expected 4"
-    ):
+    with pytest.raises(ValueError, match=r"state\.kv has 8 features, expected 4 without angles"):
         read_additive(q, write_additive(k, v, angles=angles))
-    with pytest.raises(ValueError, match=r"state\.kv has 4 features with angles given, expected 8"):
+    with pytest.raises(ValueError, match=r"state\.kv has 4 features, expected 8 with angles"):
         read_additive(q, write_additive(k, v), angles=angles)

@@ -362,7 +362,7 @@ def test_every_preset_is_near_what_is_printed_or_has_its_whole_millions(name):
     if known.printed_millions is None:
         without = {"lightnet_mlm_base", "crammed_bert", "mamba2_lm_1300m"}
         without |= {f"{kind}_dit_{size}_8" for kind in ("retnet", "hgrn2") for size in "sb"}
-        assert name in without or "no paper states this model" in known.source
+        assert name in without or "no paper describes this model" in known.source
         return
     if isinstance(known.printed_millions, int):  # 21.98 million are printed as 22M
         assert parameters // 1_000_000 in (known.printed_millions - 1, known.printed_millions)

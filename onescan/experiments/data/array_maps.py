@@ -25,7 +25,7 @@ IGNORED = -100  # class of positions without one, as in torch's cross_entropy
 WHITE = 255  # often the foreground of a mask, or marks positions without a class
 MAX_CLASSES = 4096
 CHUNK = 1 << 24  # positions that are read at once
-Layout = Literal["alone", "first", "last"]  # place of the axis of values or of one class
+Layout = Literal["alone", "first", "last"]  # position of the axis of values, if any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Maps:
     """A class, or values, at each position of each example, read when they are indexed.
 
     Attributes:
-        y: Classes or values, of shape [N, *sides], [N, V, *sides] or [N, *sides, V].
+        y: Classes or values, of shape [N, *axes], [N, V, *axes] or [N, *axes, V].
         kind: Kind of the targets.
         layout: Where the axis V is, if there is one.
         ignore_index: Value of y at positions without a class, if any.
@@ -53,9 +53,9 @@ class Maps:
         """Read the maps of some examples.
 
         Returns:
-            Classes [B, *sides] as integers, -100 at positions without a class; or values
-            [B, V, *sides] as floats, NaN where they are not known. If examples have different
-            sizes, the sides are the largest of the batch.
+            Classes [B, *axes] as integers, -100 at positions without a class; or values
+            [B, V, *axes] as floats, NaN where they are not known. If examples have different
+            sizes, each axis has the largest of the batch.
         """
         maps = self._stored(self.y[indices.numpy()])
         if self.sizes is None:
@@ -116,18 +116,18 @@ class Maps:
         return Target(kind="value_map", mean=tuple(mean.tolist()), std=tuple(std.tolist()))
 
 
-def map_layout(y: Array, sides: tuple[int, ...], *, channels_first: bool) -> Layout | None:
+def map_layout(y: Array, axis_sizes: tuple[int, ...], *, channels_first: bool) -> Layout | None:
     """Return where y has an axis of values, if any; None if y does not have the axes of x.
 
     >>> y = np.zeros((5, 2, 30))
     >>> map_layout(y, (30,), channels_first=False), map_layout(y, (20,), channels_first=False)
     ('first', None)
     """
-    if y.shape[1:] == sides:
+    if y.shape[1:] == axis_sizes:
         return "alone"
-    if y.ndim == len(sides) + 2:
+    if y.ndim == len(axis_sizes) + 2:
         for layout in ("first", "last") if channels_first else ("last", "first"):
-            if (y.shape[2:] if layout == "first" else y.shape[1:-1]) == sides:
+            if (y.shape[2:] if layout == "first" else y.shape[1:-1]) == axis_sizes:
                 return layout
     return None
 
@@ -137,7 +137,7 @@ def read_maps(
     arrays: Mapping[str, Array],
     kind: MapKind,
     *,
-    sides: tuple[int, ...],
+    axis_sizes: tuple[int, ...],
     sizes: Sequence[Sizes | None],
     channels_first: bool,
     names: tuple[str, ...],
@@ -149,7 +149,7 @@ def read_maps(
         where: Beginning of error messages.
         arrays: y of each split, by name, training data first.
         kind: "class_map" or "value_map".
-        sides: Size of an example along each axis, padding included.
+        axis_sizes: Size of an example along each axis, padding included.
         sizes: Sizes of the examples of each split; None without padding.
         channels_first: Whether y may have an axis of values before the others.
         names: Names of the classes or values; () numbers them.
@@ -159,8 +159,8 @@ def read_maps(
         The names, and the maps of each split.
 
     Raises:
-        ValueError: If an array has another shape or type than expected; names the first position
-            whose class is out of range, or example whose values are infinite.
+        ValueError: If an array has another shape or type than expected, a class is out of range
+            (names its position), or a value is infinite (names the example).
     """
     is_class = kind == "class_map"
     noun, expected = ("class", "integers") if is_class else ("value", "numbers")
@@ -172,12 +172,12 @@ def read_maps(
                 f"{where} {name} holds {y.dtype}, expected {expected} for data.target {kind}"
                 f"{hints.get(y.dtype.kind, '') * is_class}"
             )
-        layout = map_layout(y, sides, channels_first=channels_first)
-        values = y.size // (len(y) * math.prod(sides))
+        layout = map_layout(y, axis_sizes, channels_first=channels_first)
+        values = y.size // (len(y) * math.prod(axis_sizes))
         if layout is None or (is_class and values > 1):
             raise ValueError(
-                f"{where} {name} has shape {y.shape}, expected {(len(y), *sides)}, one {noun} for "
-                "each position of x"
+                f"{where} {name} has shape {y.shape}, expected {(len(y), *axis_sizes)}, one {noun} "
+                "for each position of x"
             )
         maps[name] = Maps(y=y, kind=kind, layout=layout, ignore_index=ignore_index, sizes=size)
     if is_class:
@@ -278,9 +278,7 @@ def _count_values(where: str, maps: Mapping[str, Maps]) -> int:
             raise ValueError(f"{where} {name} holds only NaN, expected at least one value")
     if len(set(sizes.values())) > 1:
         described = " and ".join(f"{count} in {name}" for name, count in sizes.items())
-        raise ValueError(
-            f"{where} the number of values per position is {described}, expected the same in both"
-        )
+        raise ValueError(f"{where} the number of values per position differs: {described}")
     return next(iter(sizes.values()))
 
 
@@ -297,12 +295,12 @@ def map_note(outputs: int, maps: Sequence[Maps]) -> str:
     if maps[0].kind == "class_map":
         note = f"y is read as one of {plural(outputs, 'class')} at each position"
         is_table = maps[0].y.ndim == 2  # noqa: PLR2004
-        return f"{note}; if wrong, pass --data.target multilabel" if is_table else note
+        return f"{note}; if this is wrong, pass --data.target multilabel" if is_table else note
     note = f"y is read as {plural(outputs, 'real value')} at each position"
     if all(_are_whole(chunk) for part in maps for _, chunk in _indexed(part)):
         note += ", although all are whole numbers; if they are classes, save y.astype(int)"
     return note
 
 
-def _are_whole(values: Float[Tensor, "B V *sides"]) -> bool:
+def _are_whole(values: Float[Tensor, "B V *axes"]) -> bool:
     return bool((values.isnan() | (values == values.floor())).all())

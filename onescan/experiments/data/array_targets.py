@@ -19,10 +19,10 @@ Indices = Int[Tensor, " part"]
 Rows = Float[Tensor, "rows outputs"]  # float64 values, or labels of 0 and 1
 
 COLUMNS = ("path", "labels")
-CHANGE = "if wrong, pass --data.target"
+OTHER_TARGET = "if this is wrong, pass --data.target"
 
 
-def infer_kind(y: Array, sides: tuple[int, ...]) -> TargetKind:
+def infer_kind(y: Array, axis_sizes: tuple[int, ...]) -> TargetKind:
     """Infer what y holds from its type and shape, and the size of an example along each axis.
 
     >>> infer_kind(np.array([0, 2]), (9,)), infer_kind(np.eye(2, dtype=int), (9,))
@@ -30,7 +30,7 @@ def infer_kind(y: Array, sides: tuple[int, ...]) -> TargetKind:
     >>> infer_kind(np.eye(2), (9,)), infer_kind(np.zeros((2, 9), int), (9,))
     ('value', 'class_map')
     """
-    if y.ndim > len(sides) and map_layout(y, sides, channels_first=True):
+    if y.ndim > len(axis_sizes) and map_layout(y, axis_sizes, channels_first=True):
         return "value_map" if y.dtype.kind == "f" else "class_map"
     if y.dtype.kind == "f":
         return "value"
@@ -41,7 +41,7 @@ def infer_kind(y: Array, sides: tuple[int, ...]) -> TargetKind:
 
 
 def read_kind(
-    where: str, name: str, y: Array, kind: TargetKind | None, sides: tuple[int, ...]
+    where: str, name: str, y: Array, kind: TargetKind | None, axis_sizes: tuple[int, ...]
 ) -> TargetKind:
     """Return the kind of target that y holds.
 
@@ -50,7 +50,7 @@ def read_kind(
         name: Name of the array.
         y: Labels or values of the training examples.
         kind: What the user expects, if anything.
-        sides: Size of an example along each axis.
+        axis_sizes: Size of an example along each axis.
 
     Raises:
         ValueError: If the kind is unknown, or the shape of y fits no kind of target.
@@ -58,20 +58,20 @@ def read_kind(
     if kind is not None:
         check_choice("data.target", kind, get_args(TargetKind))
         return kind
-    found = infer_kind(y, sides)
-    if found in ("class", "value") and y.ndim > 2:  # noqa: PLR2004
+    inferred = infer_kind(y, axis_sizes)
+    if inferred in ("class", "value") and y.ndim > 2:  # noqa: PLR2004
         raise ValueError(
             f"{where} {name} has shape {y.shape}, expected a target for each example, or for each "
-            f"position: {(len(y), *sides)}"
+            f"position: {(len(y), *axis_sizes)}"
         )
     is_table = y.ndim == 2 and y.shape[1] > 1  # noqa: PLR2004
-    if found == "class" and is_table and (odd := _first_not_binary(y)) is not None:
+    if inferred == "class" and is_table and (odd := _first_not_binary(y)) is not None:
         raise ValueError(
             f"{where} {name} has shape {y.shape}, and {_at(name, odd)} is {y[odd]}; expected one "
             "class per example, 0 and 1 for several labels, or floats for values (--data.target "
             "value reads integers as values)"
         )
-    return found
+    return inferred
 
 
 def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> str:
@@ -81,12 +81,12 @@ def kind_note(kind: TargetKind, outputs: int, arrays: Mapping[str, Array]) -> st
     if outputs > 1 and all(_is_one_hot(y) for y in arrays.values()):
         return f"{note}, although each has a single 1; if they are classes, save y.argmax(1)"
     if kind == "multilabel":
-        return f"{note}; {CHANGE} value"
+        return f"{note}; {OTHER_TARGET} value"
     if outputs > 1 and all(_first_not_binary(y) is None for y in arrays.values()):
-        return f"{note}, although all are 0 or 1; {CHANGE} multilabel"
+        return f"{note}, although all are 0 or 1; {OTHER_TARGET} multilabel"
     if outputs == 1 and all((y == np.floor(y)).all() for y in arrays.values()):
         return f"{note}, although all are whole numbers; if they are classes, save y.astype(int)"
-    return f"{note}; {CHANGE} class or multilabel" if outputs > 1 else note
+    return f"{note}; {OTHER_TARGET} class or multilabel" if outputs > 1 else note
 
 
 def read_rows(
@@ -107,8 +107,8 @@ def read_rows(
         The names, and the rows of each split.
 
     Raises:
-        ValueError: If an array has another shape or type than expected; names the first label
-            that is neither 0 nor 1, or value that is not finite.
+        ValueError: If an array has another shape or type than expected, a label is neither 0 nor 1,
+            or a value is not finite; names the first one.
     """
     first = next(iter(arrays))
     rows = []
@@ -128,9 +128,9 @@ def read_rows(
             )
         values = np.asarray(y, dtype=np.float64)
         if not (finite := np.isfinite(values)).all():
-            place = tuple(np.argwhere(~finite)[0].tolist())
+            index = tuple(np.argwhere(~finite)[0].tolist())
             raise ValueError(
-                f"{where} {_at(name, place)} is {values[place]}, expected a finite number; remove "
+                f"{where} {_at(name, index)} is {values[index]}, expected a finite number; remove "
                 "examples whose values or labels are missing"
             )
         if kind == "multilabel" and (odd := _first_not_binary(y)) is not None:
@@ -159,7 +159,7 @@ def _names(kind: TargetKind, outputs: int, names: tuple[str, ...]) -> tuple[str,
 
 
 def fit_target(kind: TargetKind, labels: Any, indices: Indices) -> Target:
-    """Return the target of a kind; values are standardized as those of the given examples."""
+    """Return a target of a kind; values are standardized with the statistics of given examples."""
     if isinstance(labels, Maps):
         return labels.fit(indices) if kind == "value_map" else Target(kind=kind)
     return value_target(labels[indices]) if kind == "value" else Target(kind=kind)
@@ -168,7 +168,7 @@ def fit_target(kind: TargetKind, labels: Any, indices: Indices) -> Target:
 def target_notes(
     kind: TargetKind, labels: Any, indices: Indices, names: Sequence[str], part: str
 ) -> list[str]:
-    """Return notes on what the targets of some examples lack.
+    """Return notes on missing classes, labels or values among the targets of some examples.
 
     Args:
         kind: Kind of the targets.

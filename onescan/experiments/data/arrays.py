@@ -82,18 +82,18 @@ DAMAGE = (
 class ArrayDatasetConfig(DataConfig):
     """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
 
-    The arrays are called x and y, which are split by class, or x_train, y_train, x_test and y_test.
-    x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with channels_first. y
-    of shape [N] holds class indices from 0, or strings, which name the classes; floats of shape [N]
-    or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each example may have any
-    number. If y has the axes of x, it holds a class at each position (integers), or values (floats,
-    NaN where they are not known), of shape [N, *axes, V] or [N, V, *axes] if there are several.
-    Bytes are scaled to 0 to 1. Other types are standardized in float64 if their mean is
-    large compared with their standard deviation, as with Unix times, and otherwise in float32.
-    Files that are not compressed are mapped into memory instead of being read.
+    The arrays are called x and y, of which a part is held out, or x_train, y_train, x_test and
+    y_test. x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with
+    channels_first. y of shape [N] holds class indices from 0, or strings, which name the classes;
+    floats of shape [N] or [N, V] are values, and 0 and 1 of shape [N, L] are labels, of which each
+    example may have any number. If y has the axes of x, it holds a class at each position
+    (integers), or values (floats, NaN where they are not known), of shape [N, *axes, V] or [N, V,
+    *axes] if there are several. Bytes are scaled to 0 to 1. Other types are standardized in float64
+    if their mean is large compared with their standard deviation, as with Unix times, and otherwise
+    in float32. Files that are not compressed are mapped into memory instead of being read.
 
-    Examples of different sizes are padded to one size, after their last values, with any numbers.
-    An array lengths, or lengths_train and lengths_test, holds the sizes of the examples: along each
+    Examples of different sizes must be padded at the end to one size, with any numbers. An array
+    lengths, or lengths_train and lengths_test, then holds the sizes of the examples: along each
     axis with shape [N, axes], or along the first axis with shape [N].
     """
 
@@ -102,7 +102,7 @@ class ArrayDatasetConfig(DataConfig):
     axes: int = 2
     """Number of axes of an example: 1 for signals, 2 for images, 3 for volumes and video."""
     channels_first: bool = False
-    """Whether the channels of x, if any, are its axis 1 instead of its last axis."""
+    """Whether axis 1 of x, instead of its last axis, holds the channels, if there are any."""
     target: TargetKind | None = None
     """Whether y holds a class, several labels (multilabel) or real values (value) of each example,
     or a class (class_map) or real values (value_map) at each position; None infers it from the type
@@ -144,16 +144,18 @@ class ArrayDatasetConfig(DataConfig):
         pairs = [self._examples(arrays, suffix) for suffix in suffixes]
         labels_by_name = {f"y{end}": y for end, (_, y) in zip(suffixes, pairs, strict=True)}
         where = f"data.path is {self.path!r}, where"
-        sides = _sides(pairs[0][0].shape[1:], self.axes, channels_first=self.channels_first)
-        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target, sides)
+        axis_sizes = _axis_sizes(
+            pairs[0][0].shape[1:], self.axes, channels_first=self.channels_first
+        )
+        kind = read_kind(where, f"y{suffixes[0]}", pairs[0][1], self.target, axis_sizes)
         sizes = self._sizes(arrays, suffixes, [x for x, _ in pairs])
-        outputs, labels = self._targets(labels_by_name, kind, sides, sizes)
+        outputs, labels = self._targets(labels_by_name, kind, axis_sizes, sizes)
         layout: dict[str, Any] = {"axes": self.axes, "channels_first": self.channels_first}
         sets = [
             ArrayDataset(
                 x=x,
                 labels=each,
-                places=torch.arange(len(x)),
+                indices=torch.arange(len(x)),
                 name=f"x{suffix}",
                 sizes=size,
                 **layout,
@@ -185,31 +187,31 @@ class ArrayDatasetConfig(DataConfig):
                     f"expected {train.shape} as in x_train"
                 )
         else:
-            how: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
+            options: dict[str, Any] = {"fraction": self.test_fraction, "seed": self.split_seed}
             classes = labels[0] if kind == "class" else None
             parts = (
-                random_split(len(sets[0]), **how)
+                random_split(len(sets[0]), **options)
                 if classes is None
-                else stratified_split(classes, **how)
+                else stratified_split(classes, **options)
             )
-            train, test = (replace(sets[0], places=indices) for indices in parts)
+            train, test = (replace(sets[0], indices=indices) for indices in parts)
             notes.append(held_out_note(len(test), len(sets[0])))
         try:
             format = self._format(train, sets)
-            if is_wide := isinstance(format, ArrayFormat) and format.needs_float64:
+            if is_float64 := isinstance(format, ArrayFormat) and format.needs_float64:
                 train, test = (replace(part, dtype=np.float64) for part in (train, test))
             test.check_finite()  # the statistics have read the training examples
         except NotFiniteError as error:
             raise ValueError(f"data.path is {self.path!r}, where {error}") from error
-        target = fit_target(kind, train.labels, train.places)
+        target = fit_target(kind, train.labels, train.indices)
         for part, data in (("training", train), ("test", test)):
-            notes += target_notes(kind, data.labels, data.places, outputs, part)
-        found: dict[str, Any] = {"class_names": outputs, "target": target}
+            notes += target_notes(kind, data.labels, data.indices, outputs, part)
+        common: dict[str, Any] = {"class_names": outputs, "target": target}
         if isinstance(format, ImageFormat):
-            return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **found)
-        if is_wide:
+            return ImageSplits(train=train, test=test, format=format, notes=tuple(notes), **common)
+        if is_float64:
             notes.append("x is standardized in float64, because float32 would round its values")
-        return ArraySplits(train=train, test=test, format=format, notes=tuple(notes), **found)
+        return ArraySplits(train=train, test=test, format=format, notes=tuple(notes), **common)
 
     def infer_target(self) -> TargetKind:
         """Infer from y whether the targets are classes, labels or values, unless `target` is set.
@@ -225,14 +227,14 @@ class ArrayDatasetConfig(DataConfig):
         where = f"data.path is {self.path!r}, where"
         config, _ = self.infer_layout()
         shape = self._array(arrays, "x_train" if "x_train" in arrays else "x").shape[1:]
-        sides = _sides(shape, config.axes, channels_first=config.channels_first)
-        return read_kind(where, name, self._array(arrays, name), None, sides)
+        axis_sizes = _axis_sizes(shape, config.axes, channels_first=config.channels_first)
+        return read_kind(where, name, self._array(arrays, name), None, axis_sizes)
 
     def _targets(
         self,
         labels: Mapping[str, Array],
         kind: TargetKind,
-        sides: tuple[int, ...],
+        axis_sizes: tuple[int, ...],
         sizes: Sequence[Sizes | None],
     ) -> tuple[tuple[str, ...], list[Any]]:
         """Check the targets of each split; return the names of the outputs, and the targets."""
@@ -250,7 +252,7 @@ class ArrayDatasetConfig(DataConfig):
                 where,
                 labels,
                 kind,
-                sides=sides,
+                axis_sizes=axis_sizes,
                 sizes=sizes,
                 channels_first=self.channels_first,
                 names=self.class_names,
@@ -259,7 +261,7 @@ class ArrayDatasetConfig(DataConfig):
         return read_rows(where, labels, kind, self.class_names)
 
     def _notes(
-        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], kind: TargetKind
+        self, arrays: Mapping[str, "_OpenArray"], suffixes: Sequence[str], kind: TargetKind
     ) -> list[str]:
         """Describe arrays and files that are not used, and labels that are converted."""
         used = {f"{name}{suffix}" for name in ("x", "y", LENGTHS) for suffix in suffixes}
@@ -277,7 +279,7 @@ class ArrayDatasetConfig(DataConfig):
         return notes
 
     def infer_layout(self, given: Collection[str] = ()) -> tuple["ArrayDatasetConfig", str]:
-        """Infer the number of axes and the place of the channels from the shape of x.
+        """Infer the number of axes and the position of the channel axis from the shape of x.
 
         If y has the shape of x, or of x without one axis, that axis holds the channels. Otherwise,
         if `axes` is 1 and x has shape [N, A, B], the shorter of A and B is taken to be the
@@ -307,9 +309,12 @@ class ArrayDatasetConfig(DataConfig):
         is_signal = axes == 1 and len(shape) == SIGNAL_AXES
         is_last = len(shape) > 1 and shape[-1] <= (shape[0] if is_signal else MAX_CHANNELS)
         is_first = not is_last and len(shape) > 1 and (is_signal or shape[0] <= MAX_CHANNELS)
-        if len(sides := self._map_sides(arrays, name)) > 1:
+        if len(axis_sizes := self._map_axis_sizes(arrays, name)) > 1:
             is_signal = False
-            is_last, is_first = shape[:-1] == sides, shape[1:] == sides and shape[:-1] != sides
+            is_last, is_first = (
+                shape[:-1] == axis_sizes,
+                shape[1:] == axis_sizes and shape[:-1] != axis_sizes,
+            )
         if "channels_first" not in given:
             channels_first = is_first
         elif channels_first:
@@ -323,7 +328,7 @@ class ArrayDatasetConfig(DataConfig):
             layout = "channels first" if channels_first else "channels last"
             if is_signal and "channels_first" not in given:
                 flag = "no-channels-first" if channels_first else "channels-first"
-                layout += f" (the shorter axis; if wrong, pass --data.{flag})"
+                layout += f" (the shorter axis; if this is wrong, pass --data.{flag})"
             return config, layout
         hint = "no axis of channels"
         if "axes" not in given and len(shape) > 1:
@@ -334,15 +339,18 @@ class ArrayDatasetConfig(DataConfig):
                 hint += f"; if the {channel_axis} holds channels, pass --data.axes {axes - 1}{flag}"
         return config, hint
 
-    def _map_sides(self, arrays: Mapping[str, "_Open"], name: str) -> tuple[int, ...]:
+    def _map_axis_sizes(self, arrays: Mapping[str, "_OpenArray"], name: str) -> tuple[int, ...]:
         """Return the shape of y's examples if it tells where the channels of x are, or ()."""
         other = f"y{name[1:]}"
         if other not in arrays:
             return ()
-        shape, sides = self._array(arrays, name).shape[1:], self._array(arrays, other).shape[1:]
-        return sides if sides in (shape, shape[:-1], shape[1:]) else ()
+        shape, axis_sizes = (
+            self._array(arrays, name).shape[1:],
+            self._array(arrays, other).shape[1:],
+        )
+        return axis_sizes if axis_sizes in (shape, shape[:-1], shape[1:]) else ()
 
-    def _examples(self, arrays: Mapping[str, "_Open"], suffix: str) -> tuple[Array, Array]:
+    def _examples(self, arrays: Mapping[str, "_OpenArray"], suffix: str) -> tuple[Array, Array]:
         """Open x and y of a split, and check x and the length of y."""
         for name in (f"x{suffix}", f"y{suffix}"):
             if name not in arrays:
@@ -367,7 +375,7 @@ class ArrayDatasetConfig(DataConfig):
         return x, y
 
     def _sizes(
-        self, arrays: Mapping[str, "_Open"], suffixes: Sequence[str], inputs: Sequence[Any]
+        self, arrays: Mapping[str, "_OpenArray"], suffixes: Sequence[str], inputs: Sequence[Any]
     ) -> list[Sizes | None]:
         """Return the sizes of the examples of each split; None if there are no lengths."""
         names = [f"{LENGTHS}{suffix}" for suffix in suffixes]
@@ -379,13 +387,15 @@ class ArrayDatasetConfig(DataConfig):
         if set(given) != set(names):
             examples = " and ".join(f"x{suffix}" for suffix in suffixes)
             raise ValueError(
-                f"{where} the lengths of {examples} are in {' and '.join(given)}, expected "
-                f"{' and '.join(names)}, or no lengths"
+                f"{where} the sizes of the examples in {examples} must be in "
+                f"{' and '.join(names)}, but there is {' and '.join(given)}"
             )
-        sides = [_sides(x.shape[1:], self.axes, channels_first=self.channels_first) for x in inputs]
+        axis_sizes = [
+            _axis_sizes(x.shape[1:], self.axes, channels_first=self.channels_first) for x in inputs
+        ]
         return [
             read_sizes(where, name, self._array(arrays, name), len(x), shape)
-            for name, x, shape in zip(names, inputs, sides, strict=True)
+            for name, x, shape in zip(names, inputs, axis_sizes, strict=True)
         ]
 
     def _check_classes(self, labels: Mapping[str, Array]) -> None:
@@ -402,7 +412,7 @@ class ArrayDatasetConfig(DataConfig):
                     f"{where} {name}[{row}] is {y[row]}, expected 0 to {MAX_CLASSES - 1}"
                 )
 
-    def _array(self, arrays: Mapping[str, "_Open"], name: str) -> Array:
+    def _array(self, arrays: Mapping[str, "_OpenArray"], name: str) -> Array:
         try:
             return arrays[name]()
         except DAMAGE as error:
@@ -430,12 +440,14 @@ class ArrayDatasetConfig(DataConfig):
         lowest = min(int(y.min()) for y in labels.values())
         if lowest > 0 and not names:
             raise ValueError(
-                f"{where} the lowest label is {lowest}, but labels count from 0: save y - {lowest} "
+                f"{where} the lowest label is {lowest}, but labels start at 0: save y - {lowest} "
                 "instead of y, or name all classes, from class 0 on, with --data.class-names"
             )
         count = len(names) or int(next(iter(labels.values())).max()) + 1
         if count < MIN_CLASSES:
-            raise ValueError(f"data.path is {self.path!r}, which has one class, expected two")
+            raise ValueError(
+                f"data.path is {self.path!r}, which has one class, expected at least two"
+            )
         for name, y in labels.items():
             if (high := y >= count).any():
                 row = int(high.argmax())
@@ -486,7 +498,7 @@ class ArrayDatasetConfig(DataConfig):
         )
 
 
-def _sides(shape: tuple[int, ...], axes: int, *, channels_first: bool) -> tuple[int, ...]:
+def _axis_sizes(shape: tuple[int, ...], axes: int, *, channels_first: bool) -> tuple[int, ...]:
     """Return the size of an example along each axis, without its channels."""
     if len(shape) == axes:
         return shape
@@ -504,9 +516,9 @@ class ArrayDataset(ImageSet):
         x: All examples, with or without channels.
         labels: Class index of each example; or its labels or values, as float64 [N, outputs]; or
             maps.
-        places: Examples that belong to this dataset, in its order.
+        indices: Examples that belong to this dataset, in its order.
         axes: Number of axes of an example.
-        channels_first: Whether the channels of x, if any, are its axis 1 instead of its last.
+        channels_first: Whether axis 1 of x, instead of its last axis, holds the channels, if any.
         dtype: Type to convert x to, except bytes; None keeps its own.
         share: Shard of the first axis of each example to read.
         name: Name of x, for messages.
@@ -515,7 +527,7 @@ class ArrayDataset(ImageSet):
 
     x: Array
     labels: Targets
-    places: Int[Tensor, " examples"]
+    indices: Int[Tensor, " examples"]
     axes: int
     channels_first: bool = False
     dtype: Any = np.float32
@@ -532,14 +544,14 @@ class ArrayDataset(ImageSet):
         return replace(self, share=share)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Channels and size of each axis, padding included."""
         shape = self.x.shape[1:]
-        sides = _sides(shape, self.axes, channels_first=self.channels_first)
-        return math.prod(shape) // math.prod(sides), *sides
+        axis_sizes = _axis_sizes(shape, self.axes, channels_first=self.channels_first)
+        return math.prod(shape) // math.prod(axis_sizes), *axis_sizes
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         """Read a batch.
@@ -547,7 +559,7 @@ class ArrayDataset(ImageSet):
         Raises:
             ValueError: If a value is not finite; names the example.
         """
-        indices = self.places[[example.source for example in examples]]
+        indices = self.indices[[example.source for example in examples]]
         values, *keep = self._values(indices.numpy())
         return LoadedBatch((values, self.labels[indices], *keep))
 
@@ -555,14 +567,14 @@ class ArrayDataset(ImageSet):
         """Return mean and standard deviation of each channel; 1 for a constant channel.
 
         Raises:
-            ValueError: If a value is not finite; names the example. If x holds large integers that
+            ValueError: If a value is not finite (names the example), or x holds large integers that
                 differ by too little.
         """
-        wide = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
+        data = self if self.x.dtype == np.uint8 else replace(self, dtype=np.float64)
 
         def channels() -> Iterator[Tensor]:
             for chunk in self._chunks():
-                values, *keep = wide._values(self.places[chunk.start : chunk.stop].numpy())
+                values, *keep = data._values(self.indices[chunk.start : chunk.stop].numpy())
                 by_channel = values.double().transpose(0, 1)
                 yield by_channel[:, keep[0]] if keep else by_channel.flatten(1)
 
@@ -581,7 +593,7 @@ class ArrayDataset(ImageSet):
         """Raise NotFiniteError if a value is not finite as it is read; names the example."""
         if self.x.dtype.kind == "f":
             for chunk in self._chunks():
-                self._values(self.places[chunk.start : chunk.stop].numpy())
+                self._values(self.indices[chunk.start : chunk.stop].numpy())
 
     def _chunks(self) -> list[range]:
         size = max(1, CHUNK // self.x[0].size)
@@ -642,8 +654,8 @@ def read_inputs(
     """Open the examples to classify: the array x of a `.npz` file, or a `.npy` file.
 
     Args:
-        path: The file. If a `.npz` file holds a single array besides lengths, its name may be
-            another one. Without lengths, all examples have the size of the array.
+        path: The file. If a `.npz` file holds a single array besides lengths, it may have any
+            name. Without lengths, all examples have the size of the array.
         format: Format that the model was trained on.
         channels_first: Layout to prefer if x fits with channels first and with channels last.
         any_size: Accept examples of other sizes than those of the training data.
@@ -657,7 +669,7 @@ def read_inputs(
     file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"there is no file {path}")
-    arrays = {"x": _opens_file(file)} if file.suffix == ".npy" else _open(path)
+    arrays = {"x": _file_opener(file)} if file.suffix == ".npy" else _open(path)
     others = arrays.keys() - {LENGTHS}
     name = next(iter(others)) if len(others) == 1 else "x"
     if name not in arrays:
@@ -676,18 +688,18 @@ def read_inputs(
         data = ArrayDataset(
             x=x,
             labels=rows * 0,
-            places=rows,
+            indices=rows,
             axes=len(shape),
             channels_first=is_first,
             dtype=_read_as(format),
             name=name,
         )
         if x.ndim - len(shape) in (1, 2) and 0 not in x.shape:
-            channels, *sides = data.shape
-            if channels == format.channels and (any_size or tuple(sides) == shape):
+            channels, *axis_sizes = data.shape
+            if channels == format.channels and (any_size or tuple(axis_sizes) == shape):
                 if lengths is None:
                     return data
-                example_sizes = read_sizes(f"{path}:", LENGTHS, lengths, len(x), sides)
+                example_sizes = read_sizes(f"{path}:", LENGTHS, lengths, len(x), axis_sizes)
                 return replace(data, sizes=example_sizes)
     sizes = ", ".join("any size" if any_size else str(size) for size in shape)
     expected = f"[N, {format.channels}, {sizes}] or [N, {sizes}, {format.channels}]"
@@ -697,7 +709,7 @@ def read_inputs(
 
 
 def _read_as(format: GridFormat) -> Any:
-    """Return the type for `ArrayDataset`, or None if the format must see the stored one."""
+    """Return the dtype for `ArrayDataset`; None if the format must see the stored dtype."""
     if not isinstance(format, ArrayFormat) or format.reads_pixels:
         return None
     return np.float64 if format.needs_float64 else np.float32
@@ -711,16 +723,16 @@ def _image_size(format: GridFormat) -> tuple[int, ...]:
 
 # Files
 
-_Open = Callable[[], Array]
+_OpenArray = Callable[[], Array]
 
 
-def _open(path: str) -> dict[str, _Open]:
+def _open(path: str) -> dict[str, _OpenArray]:
     """Return functions that open the arrays of a file or folder, by name."""
     source = Path(path).expanduser()
     if not source.exists():
         raise ValueError(f"data.path is {path!r}: there is no such file or folder")
     if source.is_dir():
-        return {file.stem: _opens_file(file) for file in sorted(source.glob("*.npy"))}
+        return {file.stem: _file_opener(file) for file in sorted(source.glob("*.npy"))}
     if source.suffix != ".npz":
         raise ValueError(
             f"data.path is {path!r}, expected a .npz file or a folder of .npy files; "
@@ -732,18 +744,18 @@ def _open(path: str) -> dict[str, _Open]:
     except DAMAGE as error:
         raise ValueError(f"data.path is {path!r}, which cannot be read: {error}") from error
     return {
-        info.filename.removesuffix(".npy"): _opens_member(source, info)
+        info.filename.removesuffix(".npy"): _member_opener(source, info)
         for info in members
         if info.filename.endswith(".npy")
     }
 
 
-def _opens_file(file: Path) -> _Open:
+def _file_opener(file: Path) -> _OpenArray:
     return lambda: np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def _opens_member(file: Path, info: zipfile.ZipInfo) -> _Open:
-    def opened() -> Array:
+def _member_opener(file: Path, info: zipfile.ZipInfo) -> _OpenArray:
+    def open_member() -> Array:
         with zipfile.ZipFile(file) as archive, archive.open(info) as member:
             if info.compress_type != zipfile.ZIP_STORED:
                 return np.lib.format.read_array(member, allow_pickle=False)
@@ -753,7 +765,7 @@ def _opens_member(file: Path, info: zipfile.ZipInfo) -> _Open:
             stream.seek(info.header_offset + 30 + name + extra)
             return _map(file, stream)
 
-    return opened
+    return open_member
 
 
 def _map(file: Path, stream: BinaryIO) -> Array:

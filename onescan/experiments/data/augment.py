@@ -20,7 +20,7 @@ from onescan.shapes import Grids, Images
 PerImage = Float[Tensor, " B"]
 Labels = Float[Tensor, "B classes"]  # fraction of each class in an image; rows sum to 1
 Augment = Callable[[Grids, int], Grids]
-"""Changes pixels from 0 to 1 on any device; a function of them and of the random seed."""
+"""Augments images with pixels from 0 to 1 on any device, depending only on them and on the seed."""
 Mix = Callable[[Grids, Labels, int], tuple[Grids, Labels]]
 
 
@@ -131,7 +131,7 @@ class RandomAffine:
 def _check_two_axes(images: Tensor) -> None:
     """Raise ValueError for signals, videos and volumes."""
     if (axes := images.ndim - 2) != 2:  # noqa: PLR2004
-        raise ValueError(f"task.augment expects images, which have 2 axes, but the data has {axes}")
+        raise ValueError(f"task.augment needs images, which have 2 axes, but the data has {axes}")
 
 
 def affine_matrices(
@@ -144,7 +144,7 @@ def affine_matrices(
         zoom: Scale; above 1 enlarges.
         shift_x: Shift to the right before the rotation, as a fraction of the width.
         shift_y: Shift downwards before the rotation, as a fraction of the height.
-        aspect: Width over height, without which a rotation would shear.
+        aspect: Width over height, so that a rotation does not shear the image.
     """
     cos, sin = angle.cos() / zoom, angle.sin() / zoom
     rows = [cos, -sin / aspect, -2 * shift_x, sin * aspect, cos, -2 * shift_y]
@@ -227,8 +227,8 @@ class DeitAugment:
         _check_two_axes(images)
         if images.shape[1] not in (1, 3):
             raise ValueError(
-                f"task.augment reads grayscale and RGB images, with 1 or 3 channels, "
-                f"and these have {images.shape[1]}"
+                "task.augment needs grayscale or RGB images, with 1 or 3 channels, but these have "
+                f"{images.shape[1]}"
             )
         changed = images.float()
         with torch.random.fork_rng(devices=[]):  # kornia draws from the global CPU generator only
@@ -287,7 +287,7 @@ def _erase(images: Images, probability: float) -> Images:
 
 # RandAugment
 
-Strengths = Float[Tensor, " B"]  # from -1 to 1; operations without a direction use the absolute
+Strengths = Float[Tensor, " B"]  # from -1 to 1; without a direction, the absolute value
 Operation = Callable[[Images, Strengths], Images]
 
 APPLY_PROBABILITY = 0.5
@@ -390,7 +390,7 @@ def _auto_contrast(images: Images) -> Images:
 
 
 def _solarize_add(images: Images, strengths: Strengths) -> Images:
-    """Brighten the darker half; kornia's brightens all and then inverts what is bright."""
+    """Brighten the darker half; kornia's brightens all pixels and then inverts bright ones."""
     brighter = images + 110 / 255 * strengths.abs()[:, None, None, None]
     return torch.where(images < DARK, brighter, images)
 
@@ -444,9 +444,9 @@ class MixConfig:
 class RandomMix:
     """Mixes a batch of images, signals or volumes and labels with itself in reverse order.
 
-    Sources: MixUp, arXiv:1710.09412; CutMix, arXiv:1905.04899; both as timm has them, one of the
-    two for a whole batch. kornia's MixUp draws uniformly, not from a Beta distribution, and does
-    not return soft labels.
+    Sources: MixUp, arXiv:1710.09412; CutMix, arXiv:1905.04899; both as in timm, which applies one
+    of the two to a whole batch. kornia's MixUp draws uniformly, not from a Beta distribution, and
+    does not return soft labels.
     """
 
     def __init__(self, config: MixConfig) -> None:
@@ -473,16 +473,16 @@ def _cutmix(images: Grids, alpha: float, rng: np.random.Generator) -> tuple[Grid
 
     The box has the proportions of the image and is clipped at the edges.
     """
-    sides = images.shape[2:]
-    part = rng.beta(alpha, alpha) ** (1 / len(sides))
-    intervals = [_interval(length, part, rng) for length in sides]
+    sizes = images.shape[2:]
+    fraction = rng.beta(alpha, alpha) ** (1 / len(sizes))
+    intervals = [_interval(length, fraction, rng) for length in sizes]
     box: Any = (..., *intervals)
     mixed = images.clone()
     mixed[box] = images[box].flip(0)
-    return mixed, math.prod(x.stop - x.start for x in intervals) / math.prod(sides)
+    return mixed, math.prod(x.stop - x.start for x in intervals) / math.prod(sizes)
 
 
-def _interval(length: int, part: float, rng: np.random.Generator) -> slice:
-    half = int(length * part) // 2
+def _interval(length: int, fraction: float, rng: np.random.Generator) -> slice:
+    half = int(length * fraction) // 2
     center = int(rng.integers(length))
     return slice(max(center - half, 0), min(center + half, length))

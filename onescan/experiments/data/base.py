@@ -41,19 +41,18 @@ def check_data_state(state: DataState, first: DataState) -> None:
 
     >>> check_data_state({"row": -1}, {"row": 0})
     Traceback (most recent call last):
-    ValueError: data_state is {'row': -1}, expected a count as row: remove the saved training state
+    ValueError: data_state is {'row': -1}, but row must be a count: remove the saved training state
     """
-    expected = None if state.keys() == first.keys() else f"the fields {', '.join(first)}"
-    for name, default in first.items() if not expected else ():
+    problem = None if state.keys() == first.keys() else f"its fields must be {', '.join(first)}"
+    for name, default in first.items() if not problem else ():
         value = state[name]
         if type(default) is int and not (type(value) is int and 0 <= value < MAX_COUNT):
-            expected = f"a count as {name}"
+            problem = f"{name} must be a count"
         elif not isinstance(default, int) and not isinstance(value, (dict, type(default))):
-            expected = f"an object as {name}"
-    if expected:
+            problem = f"{name} must be an object"
+    if problem:
         raise ValueError(
-            f"data_state is {reprlib.repr(state)}, expected {expected}: remove the saved training "
-            "state"
+            f"data_state is {reprlib.repr(state)}, but {problem}: remove the saved training state"
         )
 
 
@@ -79,23 +78,23 @@ class Splits:
     counts. Shown before training, saved with the run and listed in its report."""
 
 
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Join names by commas; at most `most` of them.
+def listed(names: Sequence[str], limit: int = 10) -> str:
+    """Join at most `limit` names by commas.
 
-    >>> listed(["a", "b", "c"], most=2)
+    >>> listed(["a", "b", "c"], limit=2)
     'a, b and 1 more'
     """
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def class_range(count: int, *, has_names: bool) -> str:
     """Describe the valid class indices, and the names that limit them.
 
     >>> class_range(3, has_names=True)
-    '0 to 2, because data.class_names has 3 names, from that of class 0 on'
+    '0 to 2, because data.class_names has 3 names, starting with class 0'
     """
-    reason = f", because data.class_names has {count} names, from that of class 0 on"
+    reason = f", because data.class_names has {count} names, starting with class 0"
     return f"0 to {count - 1}{reason if has_names else ''}"
 
 
@@ -143,7 +142,7 @@ class Example(NamedTuple):
 
 
 class LoadedBatch(NamedTuple):
-    """A batch that was read, and the errors.
+    """A batch that was read, and the errors while reading it.
 
     Attributes:
         batch: The tensors.
@@ -205,7 +204,7 @@ class DataSet(ABC):
             data_state: The state yielded with example `start - 1`, for streams.
         """
         if seed is None:
-            yield from ((Example(place), None) for place in range(start, len(self)))
+            yield from ((Example(index), None) for index in range(start, len(self)))
             return
         order = epoch_order(len(self), seed=seed, epoch=epoch).numpy()  # faster to index
         for index in range(start, len(self)):
@@ -290,7 +289,9 @@ def stratified_split(
     if (sizes == 1).any():
         index = sizes.tolist().index(1)
         name = index if names is None else repr(names[index])
-        raise ValueError(f"class {name} has one example, expected at least 2, to hold one out")
+        raise ValueError(
+            f"class {name} has one example, expected at least 2, so that one can be held out"
+        )
     if not classes <= held_out <= count - classes:
         target = classes if held_out < classes else count - classes
         nearest = round(target / count, 4)
@@ -299,7 +300,8 @@ def stratified_split(
         allowed = f"{classes} to {largest}" if classes < largest else f"{classes}"
         raise HeldOutError(
             f"data.test_fraction is {fraction}, which holds out {held_out} of {count} examples, "
-            f"expected {allowed}, an example of each class in both parts, as with {nearest:.4g}",
+            f"expected {allowed}, so that both parts have an example of each class, for example "
+            f"with {nearest:.4g}",
             fraction=nearest,
         )
     train, test = train_test_split(
@@ -320,7 +322,7 @@ def random_split(
     if not 0 < fraction < 1:
         raise ValueError(f"data.test_fraction is {fraction}, expected between 0 and 1")
     if count < 2:  # noqa: PLR2004
-        raise ValueError("there is one example, expected at least 2, to hold one out")
+        raise ValueError(f"expected at least 2 examples, so that one can be held out, got {count}")
     held_out = math.ceil(fraction * count)
     if held_out == count:
         raise HeldOutError(

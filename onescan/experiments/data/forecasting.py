@@ -1,4 +1,4 @@
-"""Windows of time series: training windows end before the test period, test forecasts lie in it."""
+"""Windows of time series: training windows end before the test period; test forecasts lie in it."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from onescan.experiments.data.base import DataConfig, DataSet, Example, LoadedBa
 from onescan.experiments.data.series import SeriesTable, read_series
 from onescan.experiments.data.times import Times
 
-MAX_TEST_WINDOWS = 1_000  # that are chosen by default
-PERIODS = 4  # horizons in an inferred context
-MAX_CONTEXT = 512  # that is inferred
-LEAST_HORIZONS = 20  # of which a series without seasons has at least as many
+MAX_TEST_WINDOWS = 1_000  # with the default test_stride
+HORIZONS_PER_CONTEXT = 4  # in an inferred context
+MAX_CONTEXT = 512  # inferred contexts are at most this long
+MIN_HORIZONS = 20  # per series, if the horizon is inferred for a series without seasons
 
 Windows = Float64[Tensor, "B channels steps"]
 
@@ -85,9 +85,9 @@ class ForecastDatasetConfig(DataConfig):
         windows = WindowSet(
             values=values, starts=torch.zeros(0, 2).long(), context=context, horizon=horizon
         )
-        train = windows.beginning(range(begin - context - horizon + 1))
+        train = windows.starting_at(range(begin - context - horizon + 1))
         last, first = length - context - horizon, begin - context
-        test = windows.beginning(range(last, first - 1, -stride)[::-1])
+        test = windows.starting_at(range(last, first - 1, -stride)[::-1])
         for part, data in (("training", train), ("test", test)):
             if not len(data):
                 raise ValueError(
@@ -124,10 +124,10 @@ class ForecastDatasetConfig(DataConfig):
             )
         length = table.values.shape[-1]
         season = self.seasonality or (table.times.seasonality if table.times else 1)
-        usual = season if season > 1 else length // LEAST_HORIZONS
+        usual = season if season > 1 else length // MIN_HORIZONS
         horizon = self.horizon or max(min(usual, length // 10), 1)
         training = length - self._test_length(length, horizon)
-        usual = min(PERIODS * horizon, MAX_CONTEXT)
+        usual = min(HORIZONS_PER_CONTEXT * horizon, MAX_CONTEXT)
         context = self.context or max(min(max(usual, season), 2 * (training - horizon) // 3), 1)
         if training < context + horizon:
             raise ValueError(
@@ -169,8 +169,8 @@ class WindowSet(DataSet):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def beginning(self, steps: Sequence[int]) -> "WindowSet":
-        """Return the windows of all series that begin at some steps and can be evaluated.
+    def starting_at(self, steps: Sequence[int]) -> "WindowSet":
+        """Return the windows of all series that start at the given steps and can be evaluated.
 
         A channel must have an observed value in the context and one in the horizon.
         """

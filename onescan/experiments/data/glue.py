@@ -168,7 +168,7 @@ def _read_table(
 ) -> list[GlueRow]:
     """Read a table of the published archive, in which quotes have no meaning.
 
-    Adds the numbers of empty lines and of unreadable ones to `notes`.
+    Adds notes with the numbers of empty and of unreadable lines to `notes`.
 
     Raises:
         ValueError: If the file does not exist, has no rows or lacks a column, or if a line cannot
@@ -191,7 +191,7 @@ def _read_table(
                     continue
                 if len(cells) != len(columns):
                     raise ValueError(
-                        f"{plural(len(cells), 'cell')} between tabs, expected {len(columns)}: "
+                        f"{plural(len(cells), 'cell')} separated by tabs, expected {len(columns)}: "
                         f"{', '.join(columns)}"
                     )
                 values = dict(zip(columns, cells, strict=True))
@@ -243,8 +243,8 @@ def _read_hub(name: str, task: GlueTask, problem: GlueProblem, split: str) -> li
             table = datasets.load_dataset(name, task, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"data.path is {name!r}, which is not on disk, and the hub has no {split} of {task} "
-            f"there: {first_line(error.__cause__ or error)}"
+            f"data.path is {name!r}, which is not on disk, and the split {split} of {task} cannot "
+            f"be read from the hub: {first_line(error.__cause__ or error)}"
         ) from error
     columns = (*(problem.hub_texts or problem.texts), "label")
     location = f"{name}, {task}, {split}"
@@ -272,9 +272,6 @@ def find_folder(path: Path, task: GlueTask, problem: GlueProblem) -> Path:
         f"data.path is {str(path)!r}, which has no tables of {problem.title}: expected "
         f"{problem.title}/train.tsv in it, or train.tsv"
     )
-
-
-# Texts to tokens
 
 
 # The dataset
@@ -326,9 +323,9 @@ class GlueDatasetConfig(DataConfig):
     task: GlueTask
     """Name of the task."""
     path: str = HUB
-    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face Hub."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 128
     """Maximum tokens per sequence. Longer inputs are truncated at the end, the longer text of a
     pair first."""
@@ -368,7 +365,7 @@ class GlueDatasetConfig(DataConfig):
         )
 
     def _read(self, problem: GlueProblem, notes: list[str]) -> Iterator[list[GlueRow]]:
-        """Read the training rows, then those of each held-out part; add what is left out."""
+        """Read the training rows, then those of each held-out part; add notes on left-out lines."""
         path = Path(self.path).expanduser()
         if path.is_dir():
             folder = find_folder(path, self.task, problem)

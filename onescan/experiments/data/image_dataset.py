@@ -69,7 +69,7 @@ class ImageDatasetConfig(DataConfig):
     """
 
     path: str
-    """Folder, parquet file, or name of a dataset on the Hugging Face hub."""
+    """Folder, parquet file, or name of a dataset on the Hugging Face Hub."""
     name: str | None = None
     """Configuration of a hub dataset."""
     train_split: str = "train"
@@ -93,7 +93,7 @@ class ImageDatasetConfig(DataConfig):
     image_size: tuple[int, int] = (224, 224)
     """Height and width of the model's input, in pixels."""
     channels: Literal[1, 3] = 3
-    """1 for grayscale, 3 for colour."""
+    """1 for grayscale, 3 for color."""
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     """Mean of each channel, subtracted; pixel values are 0 to 1."""
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -137,7 +137,7 @@ class ImageDatasetConfig(DataConfig):
         if isinstance(train := sets["train"], ImageDataset):
             for part, data in (("training", train), ("test", sets["test"])):
                 if isinstance(data, ImageDataset):
-                    labels = data.labels[data.places]
+                    labels = data.labels[data.indices]
                     notes += missing_classes_note(labels, classes.names, part=part)
             notes += describe_images(train)
         return ImageSplits(
@@ -205,7 +205,7 @@ class ImageDatasetConfig(DataConfig):
             role: ImageDataset(
                 table=table,
                 labels=classes.encode(labels[role], chosen[role]),
-                places=torch.arange(len(labels[role])),
+                indices=torch.arange(len(labels[role])),
                 split=chosen[role],
                 reader=reader,
             )
@@ -220,7 +220,7 @@ class ImageDatasetConfig(DataConfig):
                 names=classes.names,
             )
             sets = {
-                role: replace(train, places=indices)
+                role: replace(train, indices=indices)
                 for role, indices in zip(("train", "test"), parts, strict=True)
             }
             notes.append(held_out_note(len(sets["test"]), len(train)))
@@ -232,13 +232,13 @@ class ImageDatasetConfig(DataConfig):
         """Open streams, whose labels are read with their images."""
         if source.builder == "imagefolder":
             raise ValueError(
-                f"data.streaming is on, but {self.path} is a folder of image files, expected it "
-                "off: files are read when needed anyway, and a stream would come class by class"
+                f"data.streaming is on, but {self.path} is a folder of image files: turn it off; "
+                "files are read when needed anyway, and a stream would be sorted by class"
             )
         if "test" not in chosen:
             raise ValueError(
-                f"data.streaming is on, but {self.path} has no split to evaluate on, expected "
-                "data.test_split: a stream holds nothing out"
+                f"data.streaming is on, but {self.path} has no split to evaluate on: set "
+                "data.test_split, because nothing can be held out of a stream"
             )
         tables = self._tables(source, chosen, notes, streaming=True)
         classes = find_classes(self.path, tables["train"].label_type, self.class_names, None)
@@ -246,7 +246,8 @@ class ImageDatasetConfig(DataConfig):
         train = self.train_examples or counts["train"]
         if train is None:
             raise ValueError(
-                f"data.train_examples is None, expected a number: {self.path} does not record it"
+                f"data.train_examples is None, expected a number, because {self.path} does not "
+                "record how many images it has"
             )
         test = tables["test"].count() if counts["test"] is None else counts["test"]
         sets = {
@@ -406,8 +407,8 @@ def find_classes(
         least: Smallest number of classes.
 
     Raises:
-        ValueError: If neither gives names, both give different ones, there are too few classes,
-            or a label is too large for a class.
+        ValueError: If neither gives names, they give different names, there are too few classes, or
+            a label is too large for a class.
     """
     declared = tuple(getattr(feature, "names", None) or ())
     if declared and names and declared != names:
@@ -418,7 +419,8 @@ def find_classes(
         )
     if labels is None and not (declared or names):
         raise ValueError(
-            "data.class_names is (), expected names: a stream does not declare its classes"
+            "data.class_names is (), expected names, because this stream does not declare its "
+            "classes"
         )
     present = set(declared or names) if labels is None else set(labels) - {None}
     are_text = getattr(feature, "dtype", "") in ("string", "large_string")
@@ -453,7 +455,7 @@ class ImageDataset(ImageSet):
     Attributes:
         table: All rows of a split.
         labels: Class index of each row.
-        places: Rows that belong to this dataset, in its order.
+        indices: Rows that belong to this dataset, in its order.
         split: Name of the split.
         reader: Decodes the images.
     """
@@ -461,12 +463,12 @@ class ImageDataset(ImageSet):
     decodes = True
     table: ImageTable
     labels: Labels
-    places: Int[Tensor, " examples"]
+    indices: Int[Tensor, " examples"]
     split: str
     reader: ImageReader
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         images = self.encoded([example.source for example in examples])
@@ -474,7 +476,7 @@ class ImageDataset(ImageSet):
 
     def encoded(self, examples: Sequence[int]) -> list[EncodedImage]:
         """Return undecoded images by their index in this dataset."""
-        rows = [int(self.places[example]) for example in examples]
+        rows = [int(self.indices[example]) for example in examples]
         return [
             _encoded(image, int(self.labels[row]), f"row {row} of {self.split}")
             for image, row in zip(self.table.rows[rows][self.table.image], rows, strict=True)
@@ -606,7 +608,7 @@ class ImageStream(ImageSet):
         name = self.files[index] if self.files else f"shard {index} of {self.split}"
         shard = rows.shard(num_shards=rows.num_shards, index=index)
         first = mark.get("row", 0)
-        saved = max(first - 1, 0) // GROUP * GROUP  # begin of the group that the previous row is in
+        saved = max(first - 1, 0) // GROUP * GROUP  # start of the previous row's group
         groups = read_groups(shard, name, first=saved, state=mark.get("state"))
         for begin, columns, state in groups:
             images, labels = columns[self.table.image], columns[self.table.label]
@@ -618,7 +620,7 @@ class ImageStream(ImageSet):
 
 
 def _state(block: Block[EncodedImage], *, is_last: bool) -> DataState:
-    """The state after an example of a block: where the next block begins, or this one."""
+    """Return the state after an example: the start of its block or, if it is the last, the next."""
     start = block.end if is_last else block.start
     return {**FIRST, "block": start.block, "turn": start.shard, **start.mark}
 

@@ -33,7 +33,7 @@ def as_image(pixels: UInt8[Tensor, "height width channels"]) -> Image.Image:
     """Convert to a Pillow image, grayscale or RGB.
 
     Raises:
-        ValueError: If there are neither 1 nor 3 channels.
+        ValueError: If the number of channels is neither 1 nor 3.
     """
     channels = pixels.shape[-1]
     if channels not in (1, 3):
@@ -49,13 +49,15 @@ def image_grid(pixels: AnyPixels, columns: int) -> Image.Image:
         columns: Images per row.
 
     Raises:
-        ValueError: If there is no image or column, or neither 1 nor 3 channels.
+        ValueError: If there is no image or column, or the number of channels is neither 1 nor 3.
 
     >>> image_grid(torch.zeros(3, 1, 8, 8), columns=2).size  # 64 x 64 each, with a gap of 2
     (130, 130)
     """
     if columns < 1 or not len(pixels):
-        raise ValueError(f"columns is {columns} for {len(pixels)} images, expected 1 or more")
+        raise ValueError(
+            f"columns is {columns} for {len(pixels)} images, expected at least 1 of each"
+        )
     return grid_of_bytes(image_bytes(pixels), columns)
 
 
@@ -77,7 +79,7 @@ def grid_of_bytes(images: ImageBytes, columns: int) -> Image.Image:
 
 
 def grid_columns(count: int, classes: int = 1) -> int:
-    """Return the columns of a nearly square grid; each shows one class if classes alternate.
+    """Return the columns of a nearly square grid; with alternating classes, each shows one class.
 
     >>> grid_columns(16), grid_columns(100, classes=10), grid_columns(32, classes=2)
     (4, 10, 6)

@@ -24,7 +24,7 @@ from onescan.experiments.data.base import (
     Splits,
     stratified_split,
 )
-from onescan.inputs.image_files import AnyPixels, Box, centre_box
+from onescan.inputs.image_files import AnyPixels, Box, center_box
 from onescan.inputs.images import ImageFormat, to_bytes
 from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import Labels
@@ -58,7 +58,7 @@ class RandomCropConfig:
 
 
 class RandomCrop:
-    """A box of random area, aspect ratio and position; centered if no drawn box fits.
+    """Draws a box of random area, aspect ratio and position; centers it if no drawn box fits.
 
     Like torchvision's RandomResizedCrop, except that corners may lie between pixels.
     """
@@ -78,7 +78,7 @@ class RandomCrop:
                 upper = random.uniform(0, height - box_height)
                 return left, upper, left + box_width, upper + box_height
         aspect = min(max(width / height, narrowest), widest)
-        return centre_box(width, height, aspect=aspect, part=1.0)
+        return center_box(width, height, aspect=aspect, part=1.0)
 
 
 class EncodedImage(NamedTuple):

@@ -50,7 +50,7 @@ class ShardSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentNotes:
-    """The part of latents.json that reading needs."""
+    """The part of latents.json that is needed to read latents."""
 
     onescan: str
     """Version of onescan that wrote it."""
@@ -81,7 +81,7 @@ def shard_path(folder: Path, split: Split, index: int) -> Path:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """Read all of latents.json, including what only encoding needs.
+    """Read all of latents.json, including what is needed only to encode.
 
     Raises:
         ValueError: If it is missing or not a JSON object.
@@ -99,7 +99,7 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def read_notes(folder: Path) -> LatentNotes:
-    """Read the part of latents.json that reading needs.
+    """Read the part of latents.json that is needed to read latents.
 
     Raises:
         ValueError: If it is missing, damaged, or of another version.
@@ -173,16 +173,16 @@ class LatentShard:
         except SafetensorError as error:
             raise ValueError(f"{self.path} is damaged ({error}): {REMEDY}") from error
         if missing := {LABELS, *self._parts} - set(file.keys()):
-            raise ValueError(f"{self.path} has no {min(missing)!r}: {REMEDY}")
-        labels, form = file.get_slice(LABELS), self._notes.format
+            raise ValueError(f"{self.path} has no tensor {min(missing)!r}: {REMEDY}")
+        labels, format = file.get_slice(LABELS), self._notes.format
         size = labels.get_shape()[0] if labels.get_shape() else 0
-        latents = (DTYPES[self._notes.dtype], [size, form.channels, form.height, form.width])
+        latents = (DTYPES[self._notes.dtype], [size, format.channels, format.height, format.width])
         for name in (LABELS, *self._parts):
             expected = ("I64", [size]) if name == LABELS else latents
             part = file.get_slice(name)
-            if (found := (part.get_dtype(), part.get_shape())) != expected:
+            if (actual := (part.get_dtype(), part.get_shape())) != expected:
                 raise ValueError(
-                    f"{self.path}: {name} is {found[0]} {found[1]}, expected {expected[0]} "
+                    f"{self.path}: {name} is {actual[0]} {actual[1]}, expected {expected[0]} "
                     f"{expected[1]}: {REMEDY}"
                 )
         return file
@@ -222,21 +222,21 @@ class LatentsConfig(DataConfig):
             )
         if self.flip and not notes.flip:
             raise ValueError(
-                f"data.flip is on, but {self.path} was encoded without flipped images, expected "
-                "None or off"
+                f"data.flip is on, but {self.path} was encoded without flipped images: turn it "
+                "off, or encode again with flipped images"
             )
-        form = notes.format if self.vae is None else replace(notes.format, vae=self.vae)
+        format = notes.format if self.vae is None else replace(notes.format, vae=self.vae)
         train, test = (
             LatentSet(
                 shards=_open_shards(folder, split, notes, getattr(notes.shards, split)),
-                format=form,
+                format=format,
                 sample=self.sample,
                 flip=split == "train" and (notes.flip if self.flip is None else self.flip),
             )
             for split in SPLITS
         )
         return LatentSplits(
-            train=train, test=test, class_names=notes.class_names, format=form, notes=notes.notes
+            train=train, test=test, class_names=notes.class_names, format=format, notes=notes.notes
         )
 
 

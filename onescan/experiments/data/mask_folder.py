@@ -61,8 +61,8 @@ class MaskFolderConfig(DataConfig):
 
         Raises:
             ValueError: If a field is out of range, a folder or a mask is missing, or a mask cannot
-                be read, has another size than its image or a class that is out of range; names the
-                file.
+                be read, differs in size from its image, or has a class that is out of range; names
+                the file.
         """
         height, width = self.image_size
         format = ImageFormat(
@@ -94,23 +94,24 @@ class MaskFolderConfig(DataConfig):
         """Return the values of the training and of the test masks, without `ignore_index`.
 
         Raises:
-            ValueError: If a mask cannot be read, or has a value that is no class.
+            ValueError: If a mask cannot be read, or has a value that is not a class.
         """
         train, test, _ = self.split()
-        values, others = (mask_values(pairs, self.ignore_index) for pairs in (train, test))
-        return values, others
+        training, testing = (mask_values(pairs, self.ignore_index) for pairs in (train, test))
+        return training, testing
 
-    def names(self, values: set[int], others: set[int]) -> tuple[str, ...]:
-        """Return the numbers of the classes that the training and the test masks have.
+    def names(self, training: set[int], testing: set[int]) -> tuple[str, ...]:
+        """Name the classes by their numbers, from the values of the training and the test masks.
 
         Raises:
-            ValueError: If there is one class, or they have gaps, or a test mask has a larger one.
+            ValueError: If there is only one class, the classes have gaps, or a test mask has a
+                larger class than all training masks.
         """
         if self.binary:
             return ("0", "1")
-        tests = {f"a test mask in {self.path}": others}
+        tests = {f"a test mask in {self.path}": testing}
         hint = ", and if all values above 0 are one class, pass --data.binary"
-        count = count_classes(f"the masks in {self.path}", values, tests, hint=hint)
+        count = count_classes(f"the masks in {self.path}", training, tests, hint=hint)
         return tuple(map(str, range(count)))
 
     def split(self) -> tuple[list[Pair], list[Pair], list[str]]:

@@ -115,4 +115,4 @@ def _dataset(
 ) -> ArrayDataset:
     """Return the videos of some digits."""
     indices = (digits[:, None] * len(DIRECTIONS) + torch.arange(len(DIRECTIONS))).flatten()
-    return ArrayDataset(x=x, labels=labels, places=indices, axes=3)
+    return ArrayDataset(x=x, labels=labels, indices=indices, axes=3)

@@ -136,7 +136,7 @@ class NiftiFolderConfig(DataConfig):
             )
 
     def _open(self, pair: Pair) -> Volume:
-        """Open an image, and check that its mask has its geometry."""
+        """Open an image, and check that its mask has the same geometry."""
         image, mask = open_volume(pair.image), open_volume(pair.mask)
         check_same_geometry(image, mask)
         check_channels(mask, 1)
@@ -144,7 +144,7 @@ class NiftiFolderConfig(DataConfig):
 
     def _count_classes(self, train: Iterable[Pair], test: Iterable[Pair]) -> int:
         """Return the number of classes in masks: the largest class plus one."""
-        classes, others = (
+        training, testing = (
             {
                 value
                 for pair in pairs
@@ -153,8 +153,8 @@ class NiftiFolderConfig(DataConfig):
             }
             for pairs in (train, test)
         )
-        tests = {f"a test mask in {self.path}": others}
-        return count_classes(f"the masks in {self.path}", classes, tests)
+        tests = {f"a test mask in {self.path}": testing}
+        return count_classes(f"the masks in {self.path}", training, tests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +265,10 @@ def read_mask(
 def spacing_note(spacings: Float[np.ndarray, "N 3"]) -> str:
     """Describe the spacing of voxels in files, and how to resample them if it differs.
 
-    >>> spacing_note(np.array([[0.8, 0.8, 2.5], [0.7, 0.7, 5.0], [0.7, 0.7, 5.0]]))
-    'the spacing of voxels is 0.7 to 0.8 x 0.7 to 0.8 x 2.5 to 5 mm; --data.spacing unifies it'
+    >>> spacing_note(np.array([[0.8, 0.7, 2.5], [0.8, 0.7, 5.0], [0.8, 0.7, 5.0]]))
+    'the spacing of voxels is 0.8 x 0.7 x 2.5 to 5 mm; --data.spacing resamples all volumes'
     """
     low, high = ([f"{mm:.3g}" for mm in row] for row in (spacings.min(0), spacings.max(0)))
     ranges = [a if a == b else f"{a} to {b}" for a, b in zip(low, high, strict=True)]
-    more = "; --data.spacing unifies it" * (low != high)
+    more = "; --data.spacing resamples all volumes" * (low != high)
     return f"the spacing of voxels is {' x '.join(ranges)} mm{more}"

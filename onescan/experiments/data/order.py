@@ -107,23 +107,23 @@ def read_blocks(
     """
     purpose = () if round is None else (round,)
 
-    def order(count: int, *of: int | str) -> list[int]:
+    def order(count: int, *seed_parts: int | str) -> list[int]:
         if seed is None:
             return list(range(count))
-        return epoch_order(count, seed=derive_seed(seed, *of), epoch=epoch).tolist()
+        return epoch_order(count, seed=derive_seed(seed, *seed_parts), epoch=epoch).tolist()
 
     def block(end: BlockStart) -> Block[ItemT]:
-        places = order(len(items), "block", *purpose, start.block)
-        return Block([items[place] for place in places], start, end)
+        permutation = order(len(items), "block", *purpose, start.block)
+        return Block([items[index] for index in permutation], start, end)
 
     shard_order = order(shards, "shards", *purpose)
     items: list[ItemT] = []
     mark = start.mark
     for position in range(start.shard, shards):
-        for item, after in read(shard_order[position], mark):
+        for item, next_mark in read(shard_order[position], mark):
             items.append(item)
             if len(items) == size:
-                end = BlockStart(start.block + 1, position, after)
+                end = BlockStart(start.block + 1, position, next_mark)
                 yield block(end)
                 items, start = [], end
         mark = {}

@@ -28,7 +28,7 @@ def split_pairs(
 
     Args:
         path: The folder.
-        stem: Tells which files are read, and which belong together.
+        stem: Tells which files are read. An image and its mask have the same stem.
         suffix: Suffix of a mask, for messages.
         fraction: Fraction of the images held out if there is no val or test folder.
         seed: Random seed of the split.
@@ -43,17 +43,17 @@ def split_pairs(
     root = Path(path).expanduser()
     if not root.is_dir():
         raise ValueError(f"data.path is {path!r}: there is no such folder")
-    first, second = (
+    train_folder, test_folder = (
         next((root / name for name in names if (root / name).is_dir()), None)
         for names in (TRAINING, TESTING)
     )
-    whole = _pairs(first or root, stem, suffix)
-    if second is not None:
-        notes = [f"the test images are those in {second.name}"]
-        return whole, _pairs(second, stem, suffix), notes
-    parts = random_split(len(whole), fraction=fraction, seed=seed)
-    train, test = ([whole[place] for place in part.tolist()] for part in parts)
-    return train, test, [held_out_note(len(test), len(whole))]
+    pairs = _pairs(train_folder or root, stem, suffix)
+    if test_folder is not None:
+        notes = [f"the test images are those in {test_folder.name}"]
+        return pairs, _pairs(test_folder, stem, suffix), notes
+    parts = random_split(len(pairs), fraction=fraction, seed=seed)
+    train, test = ([pairs[index] for index in part.tolist()] for part in parts)
+    return train, test, [held_out_note(len(test), len(pairs))]
 
 
 def paired_images(path: str) -> Path | None:
@@ -67,11 +67,12 @@ def paired_images(path: str) -> Path | None:
 
 def _pairs(folder: Path, stem: Stem, suffix: str) -> list[Pair]:
     """Return the images in a folder with their masks."""
-    masked = next((name for name in MASKS if (folder / name).is_dir()), MASKS[0])
-    images, masks = (_files(folder / name, stem) for name in (IMAGES, masked))
+    mask_folder = next((name for name in MASKS if (folder / name).is_dir()), MASKS[0])
+    images, masks = (_files(folder / name, stem) for name in (IMAGES, mask_folder))
     if missing := [file for name, file in images.items() if name not in masks]:
         raise ValueError(
-            f"{missing[0]} has no mask {folder / masked / (stem(missing[0].name) or '')}{suffix}"
+            f"{missing[0]} has no mask "
+            f"{folder / mask_folder / (stem(missing[0].name) or '')}{suffix}"
             f"{f'; {len(missing)} images have no mask' * (len(missing) > 1)}"
         )
     if not images:
@@ -89,6 +90,9 @@ def _files(folder: Path, stem: Stem) -> dict[str, Path]:
         if name is None or name.startswith("."):  # macOS adds hidden files
             continue
         if name in files:
-            raise ValueError(f"{folder} has files whose names differ only in the suffix")
+            raise ValueError(
+                f"{folder} has {files[name].name} and {file.name}, whose names differ only in the "
+                "suffix"
+            )
         files[name] = file
     return files

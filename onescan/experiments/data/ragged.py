@@ -43,9 +43,9 @@ def read_sizes(
     wrong = np.argwhere((table < 1) | (table > np.array(shape[: table.shape[1]])))
     if len(wrong):
         row, axis = wrong[0].tolist()
-        place = f"{row}" if lengths.ndim == 1 else f"{row}, {axis}"
+        index = f"{row}" if lengths.ndim == 1 else f"{row}, {axis}"
         raise ValueError(
-            f"{where} {name}[{place}] is {table[row, axis]}, expected 1 to {shape[axis]}, the size "
+            f"{where} {name}[{index}] is {table[row, axis]}, expected 1 to {shape[axis]}, the size "
             f"of x along axis {axis}"
         )
     sizes = np.tile(np.array(shape, dtype=np.int64), (count, 1))
@@ -59,10 +59,10 @@ def real_positions(sizes: Sizes) -> Bool[np.ndarray, "N *largest"]:
     >>> real_positions(np.array([[3], [1]])).astype(int).tolist()
     [[1, 1, 1], [1, 0, 0]]
     """
-    places = np.indices(sizes.max(axis=0), sparse=True)
-    real = np.ones((len(sizes), *[1] * len(places)), dtype=bool)
-    for place, size in zip(places, sizes.T, strict=True):
-        real = real & (place < size.reshape(-1, *[1] * place.ndim))
+    positions = np.indices(sizes.max(axis=0), sparse=True)
+    real = np.ones((len(sizes), *[1] * len(positions)), dtype=bool)
+    for position, size in zip(positions, sizes.T, strict=True):
+        real = real & (position < size.reshape(-1, *[1] * position.ndim))
     return real
 
 

@@ -90,8 +90,8 @@ class RecallConfig(DataConfig):
             highest = max(numbers)
             if highest > self.keys or TOKENS_PER_PAIR * highest > self.length:
                 raise ValueError(
-                    f"data.{name} has {highest}, expected at most data.keys, {self.keys}, and a "
-                    f"third of data.length, {self.length}"
+                    f"data.{name} contains {highest}, expected at most data.keys {self.keys} and "
+                    f"at most a third of data.length {self.length}"
                 )
 
 
@@ -114,11 +114,11 @@ class RecallSet(DataSet):
         rows = [self.sequence(example.source) for example in examples]
         return LoadedBatch(tuple(torch.tensor(part) for part in zip(*rows, strict=True)))
 
-    def sequence(self, place: int) -> RecallSequence:
+    def sequence(self, index: int) -> RecallSequence:
         """Generate one sequence, which depends only on the config, the split and the index."""
         config = self.config
-        rng = example_rng("recall", seed=config.seed, split=self.split, index=place)
-        pairs = self.pairs[place % len(self.pairs)]
+        rng = example_rng("recall", seed=config.seed, split=self.split, index=index)
+        pairs = self.pairs[index % len(self.pairs)]
         keys = _sample(rng, pairs, range(1, 1 + config.keys))
         values = [1 + config.keys + random_below(rng, config.values) for _ in keys]
         queries = _sample(rng, pairs, range(2 * pairs, config.length))

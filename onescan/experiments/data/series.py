@@ -25,7 +25,7 @@ EMBEDDED = {"co2": Path(__file__).with_name("co2.csv")}
 MISSING = {"", "nan", "na", "n/a", "null", "none", "nat"}
 TIME_NAMES = {"", "time", "date", "datetime", "timestamp", "ds", "year", "index"}
 LARGEST = 1e150  # whose square is within the range of float64
-FILLED = 10  # gaps may extend a table by this factor
+MAX_FILL_FACTOR = 10  # filling gaps may lengthen a table by this factor
 AXES = (1, 2, 3)  # of arrays: [T], [T, channels] or [N, T, channels]
 
 
@@ -79,10 +79,10 @@ def read_series(path: str, time_column: str | None = None) -> SeriesTable:
         ValueError: If there is no such file or column, a cell is neither a number nor empty (names
             the file and the line), or times are not regular.
     """
-    place = Path(path).expanduser()
-    if path in EMBEDDED and not place.is_file():
-        place = EMBEDDED[path]
-    table = _read_table(place, time_column) if is_table(place) else _read_array(place)
+    file = Path(path).expanduser()
+    if path in EMBEDDED and not file.is_file():
+        file = EMBEDDED[path]
+    table = _read_table(file, time_column) if is_table(file) else _read_array(file)
     size, gaps = table.values.numel(), int(table.values.isnan().sum())
     if gaps == size:
         raise ValueError(f"{path} has no values: all are missing")
@@ -94,7 +94,7 @@ def _read_table(path: Path, time_column: str | None) -> SeriesTable:
     rows = list(read_rows(path))
     for row in rows:
         if row.fault:
-            raise ValueError(f"{row.place}: {row.fault}")
+            raise ValueError(f"{row.location}: {row.fault}")
     columns = list(dict.fromkeys(str(name) for row in rows for name in row.cells))
     while rows and rows[-1].is_empty_line:
         rows.pop()
@@ -111,9 +111,9 @@ def _read_table(path: Path, time_column: str | None) -> SeriesTable:
     if time is None:
         return table
     texts = [str(row.cells.get(time, "")).strip() for row in rows]
-    times, steps = read_times(texts, [row.place for row in rows])
+    times, steps = read_times(texts, [row.location for row in rows])
     length, name = steps[-1] + 1, f"column {time!r}"
-    if length > FILLED * len(rows):
+    if length > MAX_FILL_FACTOR * len(rows):
         raise ValueError(
             f"{path}: the times in {name} are {times.every} apart, but gaps between the "
             f"{len(rows):,} rows amount to {length - len(rows):,} steps, expected smaller gaps"
@@ -148,8 +148,8 @@ def _number(row: Row, column: str) -> float:
     if not abs(value) <= LARGEST:
         most = f" up to {LARGEST:g}" if math.isfinite(value) else ""
         raise ValueError(
-            f"{row.place}: the value in column {column!r} is {text!r}, expected a number{most}, or "
-            "an empty cell if it is missing (and times as in 2020-01-31)"
+            f"{row.location}: the value in column {column!r} is {text!r}, expected a number{most}, "
+            "or an empty cell if it is missing (times are written as in 2020-01-31)"
         )
     return value
 
@@ -180,13 +180,13 @@ def _read_array(path: Path) -> SeriesTable:
             f"{path}: {name} holds {x.dtype} of shape {x.shape}, expected real numbers of shape "
             "[T], [T, channels] or [N, T, channels]"
         )
-    for place in np.argwhere(np.abs(x.astype(np.float64)) > LARGEST)[:1].tolist():
+    for index in np.argwhere(np.abs(x.astype(np.float64)) > LARGEST)[:1].tolist():
         raise ValueError(
-            f"{path}: {name}{place} is {x[tuple(place)]}, expected a number up to {LARGEST:g}, or "
+            f"{path}: {name}{index} is {x[tuple(index)]}, expected a number up to {LARGEST:g}, or "
             "NaN if it is missing"
         )
-    wide = x[:, None] if x.ndim == 1 else x
-    series = (wide if x.ndim == max(AXES) else wide[None]).astype(np.float64)
+    with_channels = x[:, None] if x.ndim == 1 else x
+    series = (with_channels if x.ndim == max(AXES) else with_channels[None]).astype(np.float64)
     names = tuple(
         tuple(_label(name, x.ndim, n, channel) for channel in range(series.shape[2]))
         for n in range(len(series))

@@ -33,7 +33,7 @@ class Share(NamedTuple):
             return slice(0, length)
         if length % self.patch:
             raise ValueError(
-                f"input of {length} positions along axis 0 cannot be cut into patches of "
+                f"an input of {length} positions along axis 0 cannot be cut into patches of "
                 f"{self.patch}, expected a multiple of {self.patch}"
             )
         begin, end = (
@@ -46,8 +46,8 @@ class Share(NamedTuple):
         """Return this rank's shard of a tensor along an axis."""
         if self.size == 1:
             return x
-        own = self.slice(x.shape[axis])
-        return x.narrow(axis, own.start, own.stop - own.start)
+        shard = self.slice(x.shape[axis])
+        return x.narrow(axis, shard.start, shard.stop - shard.start)
 
 
 WHOLE = Share()

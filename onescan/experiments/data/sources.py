@@ -1,4 +1,4 @@
-"""Finding labelled data on disk or on the Hugging Face hub, and opening it with datasets."""
+"""Finding labelled data on disk or on the Hugging Face Hub, and opening it with datasets."""
 
 import json
 import logging
@@ -159,9 +159,9 @@ class FolderCount:
         self.left_out: Counter[str] = Counter()
 
     def keeps(self, file: str, is_used: bool, *, is_hidden: bool = False) -> bool:
-        """Count a file; return whether it is used, which hidden files are not.
+        """Count a file, and return whether it is used. Hidden files are not used.
 
-        Hidden files are plural only if they would otherwise be used.
+        Hidden files are counted only if they would otherwise be used.
         """
         if is_hidden:
             self.files += is_used
@@ -237,13 +237,13 @@ def _split_folders(folder: str) -> tuple[dict[str, list[str]], tuple[str, ...]]:
         below[name] = entry.path
     if not any(name in SPLITS for name in below):
         return ({"train": [folder]} if _has_images(folder) else {}), ()
-    splits = {name: [place] for name, place in below.items() if _has_images(place)}
+    splits = {name: [path] for name, path in below.items() if _has_images(path)}
     count = FolderCount()
     for entry in entries:
         if not _is_folder(entry):
             count.keeps(entry.name, False)
     notes = report_left_out({folder: count})
-    notes += [_without_images(place) for name, place in below.items() if name not in splits]
+    notes += [_without_images(path) for name, path in below.items() if name not in splits]
     return splits, tuple(notes)
 
 
@@ -272,7 +272,7 @@ def _folder_tables(
         if new := sorted(set(classes) - set(names)):
             raise ValueError(
                 f"data.path is {path!r}, where {folders[role]} has a folder of the class "
-                f"{new[0]!r}, and {folders['train']} has none"
+                f"{new[0]!r}, but {folders['train']} has none"
             )
     return {role: _table(classes, names) for role, classes in images.items()}
 
@@ -306,7 +306,7 @@ def _images_by_class(
     if labeled and classes.keys() == {"images", "masks"}:
         raise ValueError(
             f"data.path is {path!r}, whose folders are images and masks instead of one for each "
-            "class: for segmentation, train the recipe segmenter"
+            "class: use the recipe segmenter for segmentation"
         )
     notes += report_left_out({str(Path(folder) / name): count for name, count in counts.items()})
     for entry in _entries(folder):
@@ -319,7 +319,7 @@ def _table(images: Mapping[str, list[str]], names: list[str]) -> Any:
     datasets = import_datasets()
     rows = {
         "image": [file for files in images.values() for file in files],
-        "label": [place for name in images for place in [names.index(name)] * len(images[name])],
+        "label": [index for name in images for index in [names.index(name)] * len(images[name])],
     }
     features = {"image": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
     table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
@@ -343,8 +343,8 @@ def parquet_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
     unnamed = splits.pop("", [])
     if unnamed and splits:
         raise ValueError(
-            f"data.path is {str(folder)!r}, where {unnamed[0]} names no split and others do, "
-            f"expected one of {', '.join(SPLITS)} in its name or its folder's"
+            f"data.path is {str(folder)!r}, where {unnamed[0]} names no split, but other files do; "
+            f"expected one of {', '.join(SPLITS)} in the name of the file or its folder"
         )
     return splits or {"train": unnamed}
 
@@ -411,7 +411,7 @@ def _find_damage(files: Sequence[str]) -> str | None:
         for name, kind in zip(schema.names, schema.types, strict=True):
             expected = schemas[files[0]].field(name).type
             if kind != expected:
-                return f"the column {name} of {file} holds {kind}, of {files[0]} {expected}"
+                return f"the column {name} holds {kind} in {file}, but {expected} in {files[0]}"
     return None
 
 
@@ -459,11 +459,11 @@ class DatasetSource:
         return {"train": train, "test": test} if test else {"train": train}
 
     def _hint(self) -> str:
-        """Explain why folders that may be classes are taken as splits."""
+        """Explain why folders that may be classes are treated as splits."""
         named = [split for split in self.splits if split in SPLITS]
         if self.builder != "imagefolder" or len(named) == len(self.splits):
             return ""
-        return f"; its subfolders are taken as splits, because one is called {named[0]!r}"
+        return f"; its subfolders are treated as splits, because one is called {named[0]!r}"
 
     def open(
         self,
@@ -539,31 +539,33 @@ def is_hub_name(path: str) -> bool:
 
 
 def find_source(path: str, name: str | None) -> DatasetSource:
-    """Find data on disk, else on the Hugging Face hub.
+    """Find data on disk, else on the Hugging Face Hub.
 
     Raises:
         ValueError: If it is in neither place, or contains nothing that can be read.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
+    source = Path(path).expanduser()
+    if not source.exists():
         if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"data.path is {path!r}: there is no such file or folder")
         return _find_on_hub(path, name)
     if name is not None:
-        raise ValueError(f"data.name is {name!r}, expected none: data.path {path!r} is on disk")
+        raise ValueError(
+            f"data.name is {name!r}, expected None, because data.path {path!r} is on disk"
+        )
     builder, notes = "parquet", tuple[str, ...]()
-    if place.is_file() and place.suffix == ".parquet":
-        files = {"train": [str(place)]}
-    elif not place.is_dir():
+    if source.is_file() and source.suffix == ".parquet":
+        files = {"train": [str(source)]}
+    elif not source.is_dir():
         raise ValueError(f"data.path is {path!r}, expected a folder or a parquet file")
-    elif found := [Path(file) for file in walk(str(place)) if file.endswith(".parquet")]:
-        files = parquet_splits(place, sorted(found))
+    elif found := [Path(file) for file in walk(str(source)) if file.endswith(".parquet")]:
+        files = parquet_splits(source, sorted(found))
         count = FolderCount()
-        for file, is_hidden in _walk_all(str(place)):
+        for file, is_hidden in _walk_all(str(source)):
             count.keeps(file, file.endswith(".parquet"), is_hidden=is_hidden)
         notes = tuple(report_left_out({path: count}))
     else:
-        builder, (files, notes) = "imagefolder", _split_folders(str(place.absolute()))
+        builder, (files, notes) = "imagefolder", _split_folders(str(source.absolute()))
     if not files:
         raise ValueError(f"data.path is {path!r}, a folder without images or parquet files")
     return DatasetSource(path=path, builder=builder, files=files, splits=tuple(files), notes=notes)
@@ -576,7 +578,7 @@ def _find_on_hub(path: str, name: str | None) -> DatasetSource:
             splits = datasets.get_dataset_split_names(path, name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"data.path is {path!r}, which is not on disk, nor on the Hugging Face hub: "
-            f"{first_line(error)}"
+            f"data.path is {path!r}, which is not on disk and cannot be read from the Hugging Face "
+            f"Hub: {first_line(error)}"
         ) from error
     return DatasetSource(path=path, builder=path, name=name, splits=tuple(splits))

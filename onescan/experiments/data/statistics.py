@@ -39,16 +39,16 @@ def mean_and_std(parts: Iterable[Float[Tensor, "channels _"]]) -> tuple[PerChann
         origin = torch.where(origin.isnan(), first, origin)
         shifted = torch.where(known, values - origin[:, None], 0)
         added = known.sum(dim=1)
-        own = shifted.sum(dim=1) / added.clamp(min=1)
-        rest = torch.where(known, shifted - own[:, None], 0)
+        part_mean = shifted.sum(dim=1) / added.clamp(min=1)
+        rest = torch.where(known, shifted - part_mean[:, None], 0)
         # Divide before squaring, because squares of very large or small values are out of range.
         largest = rest.abs().amax(dim=1)
         scaled = rest / torch.where(largest > 0, largest, 1)[:, None]
         total = (count + added).clamp(min=1)
-        between = (own - mean).abs() * (count * added / total).sqrt()
+        between = (part_mean - mean).abs() * (count * added / total).sqrt()
         within = largest * torch.linalg.vector_norm(scaled, dim=1)
         norm = torch.hypot(torch.hypot(norm, within), between)
-        mean = mean + (own - mean) * (added / total)
+        mean = mean + (part_mean - mean) * (added / total)
         count = count + added
     return origin.nan_to_num(nan=0.0) + mean, norm / count.clamp(min=1).sqrt()
 

@@ -40,7 +40,7 @@ class LabelledText(NamedTuple):
 
     text: str
     label: str
-    place: str
+    location: str
 
 
 # Rows
@@ -57,7 +57,7 @@ def read_text(row: Row, column: str) -> str:
     document = row.document(column)
     document.check()
     if document.is_blank:
-        raise ValueError(f"{row.place}: the text is empty")
+        raise ValueError(f"{row.location}: the text is empty")
     return document.text
 
 
@@ -68,7 +68,7 @@ def _read_label(row: Row, column: str) -> str:
     name = str(label).strip()
     if not (isinstance(label, str | int) and name and is_unicode(name)):
         shown = "empty" if label is None or not name else repr(label)
-        raise ValueError(f"{row.place}: the label is {shown}, expected a string or an integer")
+        raise ValueError(f"{row.location}: the label is {shown}, expected a string or an integer")
     return name
 
 
@@ -76,7 +76,7 @@ class Labels:
     """Reads labels, and records which ones become the same class.
 
     Attributes:
-        forms: For each class, the labels that stand for it, as they are written, with their number.
+        forms: For each class, the labels that stand for it, as they are written, with their counts.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def _cell(row: Row, column: str, field: str) -> Any:
     if column not in row.cells:
         names = ", ".join(map(str, row.cells)) or "none"
         raise _MissingColumnError(
-            f"{field} is {column!r}, but {row.place}, has no such column; available: {names} "
+            f"{field} is {column!r}, but {row.location}, has no such column; available: {names} "
             f"({field} selects one); {HEADER}"
         )
     return row.cells[column]
@@ -134,14 +134,14 @@ class TextTableConfig(DataConfig):
     label_column: str = "label"
     """Column of the labels: strings or integers."""
     split_column: str = SPLIT_COLUMN
-    """Column of the parts: train, and validation, valid, val or test. It is optional; without one,
-    a part of each class is held out."""
+    """Column that names the part of each row: train, and validation, valid, val or test. It is
+    optional; without one, a part of each class is held out."""
     test_fraction: float = 0.1
     """Fraction of each class held out if there is no test part."""
     split_seed: int = 0
     """Random seed of the held-out part."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 512
     """Maximum tokens per text. Longer texts are truncated at the end."""
     on_error: OnError = "raise"
@@ -171,8 +171,8 @@ class TextTableConfig(DataConfig):
         names = _class_names(train)
         if len(names) < MIN_CLASSES:
             raise ValueError(
-                f"data.path is {self.path!r}, where all labels are {names[0]!r}, expected two "
-                "classes or more"
+                f"data.path is {self.path!r}, where all labels are {names[0]!r}, expected at "
+                "least two classes"
             )
         notes += similar_names_note(names)
         held_out = next((name for name in HELD_OUT if parts.get(name)), None)
@@ -193,7 +193,7 @@ class TextTableConfig(DataConfig):
             notes.append(f"left out {left_out} of {self.path} that cannot be read")
         if not test:
             raise ValueError(f"data.path is {self.path!r}, which has no texts to evaluate on")
-        classes = {name: place for place, name in enumerate(names)}
+        classes = {name: index for index, name in enumerate(names)}
         train_set, test_set = (
             GlueSet(rows=[GlueRow((x.text,), classes[x.label]) for x in part], encoder=encoder)
             for part in (train, test)
@@ -210,10 +210,10 @@ class TextTableConfig(DataConfig):
 
     def _files(self, notes: list[str]) -> dict[str, list[str]]:
         """Return the files of each part; add a note on the other files of a folder."""
-        place = Path(self.path).expanduser()
-        if not place.is_dir():
-            return {"train": [str(place)]}
-        found = list(map(Path, walk(str(place))))
+        path = Path(self.path).expanduser()
+        if not path.is_dir():
+            return {"train": [str(path)]}
+        found = list(map(Path, walk(str(path))))
         tables = sorted(file for file in found if is_table(file))
         if not tables:
             raise ValueError(
@@ -223,7 +223,7 @@ class TextTableConfig(DataConfig):
         files = [file for file in tables if file_type(file) != ".json"] or tables
         if others := [file for file in found if file not in files]:
             notes.append(left_out_note(self.path, others))
-        return parquet_splits(place, files)
+        return parquet_splits(path, files)
 
     def _read(self, failures: list[str], notes: list[str]) -> dict[str, list[LabelledText]]:
         """Read the texts of each part; add unreadable rows to `failures`, and others to `notes`."""
@@ -247,7 +247,7 @@ class TextTableConfig(DataConfig):
                             raise ValueError(f"{error} ({SKIP_ROWS})") from error
                         failures.append(str(error))
                         continue
-                    parts.setdefault(part, []).append(LabelledText(text, label, row.place))
+                    parts.setdefault(part, []).append(LabelledText(text, label, row.location))
         if empty:
             notes.append(f"left out {plural(empty, 'empty line')} of {self.path}")
         notes += labels.notes()
@@ -259,7 +259,8 @@ class TextTableConfig(DataConfig):
         part = str(_cell(row, self.split_column, "data.split_column")).strip().lower()
         if part not in SPLITS:
             raise ValueError(
-                f"{row.place}: {self.split_column} is {part!r}, expected one of {', '.join(SPLITS)}"
+                f"{row.location}: {self.split_column} is {part!r}, expected one of "
+                f"{', '.join(SPLITS)}"
             )
         return part
 
@@ -270,13 +271,13 @@ class TextTableConfig(DataConfig):
         for example in train:
             if counts[example.label] == 1:
                 raise ValueError(
-                    f"{example.place}: no other text has the label {example.label!r}, expected two "
-                    "or more, because a part of each class is held out"
+                    f"{example.location}: no other text has the label {example.label!r}, expected "
+                    "at least two, because a part of each class is held out"
                 )
-        classes = {name: place for place, name in enumerate(names)}
+        classes = {name: index for index, name in enumerate(names)}
         labels = torch.tensor([classes[example.label] for example in train])
         parts = stratified_split(labels, fraction=self.test_fraction, seed=self.split_seed)
-        rows, held_out = ([train[place] for place in part.tolist()] for part in parts)
+        rows, held_out = ([train[index] for index in part.tolist()] for part in parts)
         return rows, held_out
 
     def _of_classes(
@@ -286,7 +287,7 @@ class TextTableConfig(DataConfig):
             if example.label in names:
                 yield example
                 continue
-            problem = f"{example.place}: the label {example.label!r} is not in the training part"
+            problem = f"{example.location}: the label {example.label!r} is not in the training part"
             if self.on_error == "raise":
                 raise ValueError(f"{problem} ({SKIP_ROWS})")
             failures.append(problem)

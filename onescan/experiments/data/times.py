@@ -101,12 +101,12 @@ def is_date(text: str) -> bool:
     return not text.isdigit() and bool(_format_of(text))
 
 
-def read_times(cells: Sequence[str], places: Sequence[str]) -> tuple[Times, list[int]]:
-    """Find the step of times: the most frequent difference, of which all must be multiples.
+def read_times(cells: Sequence[str], locations: Sequence[str]) -> tuple[Times, list[int]]:
+    """Find the step of times: the most frequent difference. All others must be multiples of it.
 
     Args:
         cells: The times of at least two rows.
-        places: File and line of each row, for messages.
+        locations: File and line of each row, for messages.
 
     Returns:
         The times, and the step of each row from 0. Numbers that are left out are gaps.
@@ -116,25 +116,24 @@ def read_times(cells: Sequence[str], places: Sequence[str]) -> tuple[Times, list
             the file and the line.
     """
     format = _format_of(cells[0])
-    parsed = [_parse(*pair, format=format) for pair in zip(cells, places, strict=True)]
-    times = _ticks(parsed, format)
-    ticks, unit, day = times
+    parsed = [_parse(*pair, format=format) for pair in zip(cells, locations, strict=True)]
+    ticks, unit, day = _ticks(parsed, format)
     distances = [after - before for before, after in pairwise(ticks)]
     for i, distance in enumerate(distances, start=1):
         if distance <= 0:
             raise ValueError(
-                f"{places[i]}: the time {cells[i]!r} is not after {cells[i - 1]!r} in the "
+                f"{locations[i]}: the time {cells[i]!r} is not after {cells[i - 1]!r} in the "
                 "previous row, expected increasing times"
             )
     step = Counter(distances).most_common(1)[0][0]
-    found = Times(first=ticks[0], step=step, unit=unit, format=format, day=day)
+    times = Times(first=ticks[0], step=step, unit=unit, format=format, day=day)
     for i, distance in enumerate(distances, start=1):
         if distance % step:
             raise ValueError(
-                f"{places[i]}: the time {cells[i]!r} follows {cells[i - 1]!r}, expected regular "
-                f"steps: most times are {found.every} apart, and gaps must be multiples of that"
+                f"{locations[i]}: the time {cells[i]!r} follows {cells[i - 1]!r}, expected regular "
+                f"steps: most times are {times.every} apart, and gaps must be multiples of that"
             )
-    return found, [int((tick - ticks[0]) / step) for tick in ticks]
+    return times, [int((tick - ticks[0]) / step) for tick in ticks]
 
 
 def _format_of(text: str) -> str:
@@ -146,12 +145,12 @@ def _format_of(text: str) -> str:
     return ""
 
 
-def _parse(text: str, place: str, *, format: str) -> datetime | Fraction:
+def _parse(text: str, location: str, *, format: str) -> datetime | Fraction:
     with suppress(ValueError, ZeroDivisionError):
         return datetime.strptime(text, format) if format else Fraction(text)
     known = f"a date such as {EPOCH.strftime(format)}" if format else "a number, or a date"
     example = " such as 2020-01-31 or 2020-01-31 12:00:00" * (not format)
-    raise ValueError(f"{place}: the time is {text!r}, expected {known}{example}")
+    raise ValueError(f"{location}: the time is {text!r}, expected {known}{example}")
 
 
 def _ticks(

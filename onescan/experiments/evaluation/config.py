@@ -105,7 +105,7 @@ class SamplesConfig:
     class_distribution: ClassDistribution = "uniform"
     """Classes of the generated images: uniform, or distributed as in the reference."""
     precision_recall_samples: int = 10000
-    """Number of images, drawn at random from each side, for precision and recall."""
+    """Number of real and of generated images, drawn at random, for precision and recall."""
     batch_size: Annotated[int, Fixed, Suppress] = 64
     """Images per batch; affects memory, and results only by rounding."""
     seed: int = 0
@@ -119,14 +119,14 @@ class SamplesConfig:
             raise ValueError(f"samples is {self.samples}, expected at least {MIN_SAMPLES}")
         if not self.features:
             raise ValueError(
-                f"samples is {self.samples} without features, expected features to be a run of a "
-                "classifier or a TorchScript file"
+                f"features is {self.features!r}, expected a run of a classifier or a TorchScript "
+                "file"
             )
         if self.guidance_scale:
             check_distinct(guidance_scale=self.guidance_scale)
         for scale in self.guidance_scale:
             if not 0 <= scale < float("inf"):
-                raise ValueError(f"guidance_scale has {scale}, expected 0 or more")
+                raise ValueError(f"guidance_scale contains {scale}, expected 0 or more")
         check_choice("class_distribution", self.class_distribution, get_args(ClassDistribution))
         check_positive(batch_size=self.batch_size)
         if self.steps is not None:

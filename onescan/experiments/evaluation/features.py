@@ -36,7 +36,7 @@ class FeatureBatch(NamedTuple):
     Attributes:
         pooled: Features for the Fréchet distance, precision and recall.
         spatial: Flattened feature map; None if there is none.
-        probabilities: Of the classes; None if the extractor is not a classifier.
+        probabilities: Probability of each class; None if the extractor is not a classifier.
     """
 
     pooled: Float[Tensor, "B F"]
@@ -150,7 +150,7 @@ class InceptionFeatures(FeatureExtractor):
                 arguments = self.module.forward.schema.arguments
             except RuntimeError as error:
                 raise ValueError(
-                    f"features is '{path}', which is not a TorchScript file, or damaged: "
+                    f"features is '{path}', which is damaged or not a TorchScript file: "
                     f"{in_a_line(error)}"
                 ) from error
         self.path, self.name, self.device = path, path.name, device
@@ -167,8 +167,8 @@ class InceptionFeatures(FeatureExtractor):
                 pooled, spatial, probabilities = self._run(pixels)
             except (RuntimeError, torch.jit.Error) as error:
                 raise ValueError(
-                    f"features is '{self.path}', which fails on {tuple(pixels.shape)} bytes: "
-                    f"{str(error).strip().splitlines()[-1]}"
+                    f"features is '{self.path}', which fails on bytes of shape "
+                    f"{tuple(pixels.shape)}: {str(error).strip().splitlines()[-1]}"
                 ) from error
         for part in (pooled, spatial, probabilities):
             if part is not None or part is pooled:

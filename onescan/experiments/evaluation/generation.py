@@ -178,7 +178,7 @@ def first_images(folder: Path) -> Shown | None:
 
 
 def class_by_class(shown: Shown) -> Shown:
-    """Sort images by class; the order within a class stays."""
+    """Sort images by class, keeping their order within each class."""
     order = shown.labels.argsort(stable=True)
     return Shown(shown.images[order], shown.labels[order])
 
@@ -206,7 +206,7 @@ def open_reference(
     *,
     progress: bool = False,
 ) -> Reference:
-    """Compute statistics of real images, or find them in the cache.
+    """Compute statistics of real images, or read them from the cache.
 
     Args:
         config: Which images, how many of their features to keep, and the batch size.
@@ -314,24 +314,26 @@ def _summarize(
     folder = reference_cache() / key
     with locked(folder):
         try:
-            found = Accumulator(source, total, features, rows, folder)
+            accumulator = Accumulator(source, total, features, rows, folder)
         except ValueError as error:
             log.warning("%s; it is computed again", error)
             remove(folder / STATE)
-            found = Accumulator(source, total, features, rows, folder)
-        found.read(source, batch_size=config.batch_size, name="real images", progress=progress)
-    _check_count(config.reference, found.count)  # without unreadable images
+            accumulator = Accumulator(source, total, features, rows, folder)
+        accumulator.read(
+            source, batch_size=config.batch_size, name="real images", progress=progress
+        )
+    _check_count(config.reference, accumulator.count)  # without unreadable images
     has_classes = _has_same_classes(source, features)
     return Reference(
-        pooled=found.pooled.gaussian(),
-        spatial=found.spatial.gaussian() if found.spatial else None,
-        rows=found.kept_features(),
-        frequencies=tuple(found.frequencies.tolist()),
+        pooled=accumulator.pooled.gaussian(),
+        spatial=accumulator.spatial.gaussian() if accumulator.spatial else None,
+        rows=accumulator.kept_features(),
+        frequencies=tuple(accumulator.frequencies.tolist()),
         real=RealScore(
             name=source.name,
-            count=found.count,
-            class_score=found.inception.score().mean if found.inception else None,
-            class_accuracy=found.label_accuracy() if has_classes else None,
+            count=accumulator.count,
+            class_score=accumulator.inception.score().mean if accumulator.inception else None,
+            class_accuracy=accumulator.label_accuracy() if has_classes else None,
         ),
         class_names=source.class_names,
     )
@@ -464,8 +466,10 @@ def _score(
         distances.append(frechet_distance(accumulator.spatial.gaussian(), reference.spatial))
     neighborhoods = None
     if reference.rows is not None:
-        double = device if device.type == "cuda" else torch.device("cpu")  # others lack float64
-        neighborhoods = precision_recall(reference.rows, accumulator.kept_features(), device=double)
+        float64_device = device if device.type == "cuda" else torch.device("cpu")
+        neighborhoods = precision_recall(
+            reference.rows, accumulator.kept_features(), device=float64_device
+        )
     inception = accumulator.inception.score() if accumulator.inception else None
     confusion = accumulator.confusion.tolist() if has_classes else []
     score = GenerationScore(

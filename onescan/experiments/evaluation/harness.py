@@ -68,8 +68,8 @@ def evaluate_tasks(checkpoint: str, config: TasksConfig, *, device: str = "auto"
     for name in config.names:
         if name not in manager.all_tasks:
             raise ValueError(
-                f"tasks has {name!r}, which is not a task of lm-eval; `lm_eval ls tasks` lists "
-                f"them, and {', '.join(TASK_SETS)} is a set of tasks"
+                f"tasks contains {name!r}, which is not a task of lm-eval; `lm_eval ls tasks` "
+                f"lists them, and {', '.join(TASK_SETS)} is a set of tasks"
             )
     model, tokenizer = load_language_model(checkpoint)
     model = model.to(choose_device(device, Ranks()))
@@ -136,7 +136,7 @@ def _check_yaml(folder: Path) -> None:
         try:
             list(yaml.parse(path.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"include_path has {path}, which is not YAML: {error}") from error
+            raise ValueError(f"include_path contains {path}, which is not YAML: {error}") from error
 
 
 def _to_json_types(value: Any) -> Any:

@@ -126,9 +126,10 @@ def precision_recall(
             )
     if real.shape[1] != generated.shape[1]:
         raise ValueError(
-            f"real has {real.shape[1]} features and generated {generated.shape[1]}, expected equal"
+            f"real has {real.shape[1]} features and generated has {generated.shape[1]}, expected "
+            "equal numbers"
         )
-    center = real[:ROWS].double().mean(dim=0)  # differences of small numbers round less
+    center = real[:ROWS].double().mean(dim=0)  # centered points have smaller rounding errors
     sets = [_Points(points, center, device or torch.device("cpu")) for points in (real, generated)]
     real_points, generated_points = sets
     real_radii, generated_radii = (_radii(points, neighbors) for points in sets)
@@ -270,7 +271,7 @@ class Accumulator(nn.Module):
                 images, labels = source.images(start, stop)
                 if not bool(torch.isfinite(images).all()):
                     raise ValueError(
-                        f"{source.name}: images {start} to {stop} have NaN or infinity"
+                        f"{source.name}: images {start} to {stop} contain NaN or infinity"
                     )
                 self.add(round_to_bytes(images), labels)
                 self.position.fill_(stop)

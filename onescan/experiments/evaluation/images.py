@@ -188,7 +188,7 @@ class DenoiserSource(Source):
     """Relative frequencies of the classes; equal if empty."""
 
     def __init__(self, path: Path, config: SamplesConfig, device: torch.device) -> None:
-        own = default_sampler(path)
+        defaults = default_sampler(path)
         self.pipeline = load_pipeline(path, sampler=config.sampler).to(device)
         try:
             height, width = self.pipeline.image_size
@@ -197,9 +197,13 @@ class DenoiserSource(Source):
             raise ValueError(f"'{path}' generates grids of {axes} axes, expected images") from None
         self.name, self.size = short_name(path), (height, width)
         self.class_names = _class_names(self.pipeline)
-        self.count, self.seed, self.steps = config.samples, config.seed, config.steps or own.steps
+        self.count, self.seed, self.steps = (
+            config.samples,
+            config.seed,
+            config.steps or defaults.steps,
+        )
         scales: tuple[float | None, ...] = tuple(sorted(config.guidance_scale))
-        scales = scales or (own.guidance_scale,)
+        scales = scales or (defaults.guidance_scale,)
         is_unconditional = not self.class_names and set(scales) == {1.0}
         self.guidance_scales = (None,) if is_unconditional else scales
         if is_run(path):
@@ -265,8 +269,8 @@ def open_samples(
 
     Raises:
         FileNotFoundError: If the path does not exist.
-        ValueError: If it is none of these, or `config` asks for another way to generate images
-            that already exist.
+        ValueError: If it is none of these, or the images already exist and `config` sets how to
+            generate them.
     """
     path = zoo.resolve(Path(path))
     if not path.exists():
@@ -280,8 +284,8 @@ def open_samples(
         return FolderSource(path)
     source = NpzSource(path)
     if source.labels is not None and source.labels.numel():
-        least, most = source.labels.aminmax()
-        if least >= 0 and most < len(features.class_names):
+        lowest, highest = source.labels.aminmax()
+        if lowest >= 0 and highest < len(features.class_names):
             source.class_names = features.class_names
     return source
 
@@ -289,8 +293,8 @@ def open_samples(
 def open_dataset(path: str, size: tuple[int, int]) -> Source:
     """Open all images of a dataset: a folder, with or without class folders, or parquet files.
 
-    Of several splits, it is the one named train, or the first. Images are cropped at the center and
-    resized to `size`, as is usual for reference statistics.
+    If there are several splits, the one named train is used, or else the first. Images are cropped
+    at the center and resized to `size`, as is usual for reference statistics.
 
     Raises:
         ValueError: If the data does not exist or cannot be read.
@@ -307,7 +311,7 @@ def open_dataset(path: str, size: tuple[int, int]) -> Source:
     data = ImageDataset(
         table=table,
         labels=classes.encode(raw, split),
-        places=torch.arange(len(raw)),
+        indices=torch.arange(len(raw)),
         split=split,
         reader=ImageReader(format=pixel_format(size), crop=None, on_error="raise"),
     )
@@ -324,7 +328,7 @@ def read_npz(file: Path, *names: str) -> dict[str, NDArray[Any]]:
     """Read those of the named arrays that exist; nothing is unpickled.
 
     Raises:
-        ValueError: If it is not an .npz file, or damaged.
+        ValueError: If it is damaged or not an .npz file.
     """
     try:
         with np.load(file, allow_pickle=False) as arrays:
@@ -337,7 +341,7 @@ def npz_names(file: Path) -> set[str]:
     """Return the names of the arrays in an .npz file.
 
     Raises:
-        ValueError: If it is not an .npz file, or damaged.
+        ValueError: If it is damaged or not an .npz file.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -359,7 +363,7 @@ def pixel_format(size: tuple[int, int]) -> ImageFormat:
 
 
 def files_state(path: Path) -> list[Any]:
-    """Return path, size and time of change of a file, or of all files in a folder."""
+    """Return path, size and modification time of a file, or of all files in a folder."""
     files = [Path(file) for file in walk(str(path))] if path.is_dir() else [path]
     states = [(str(file), file.stat()) for file in files]
     return [str(path.resolve()), *((name, s.st_size, s.st_mtime_ns) for name, s in states)]
@@ -390,7 +394,7 @@ def _size_of(file: Path) -> tuple[int, int]:
 
 
 def _open_array(file: Path) -> tuple[zipfile.ZipExtFile, tuple[int, int, int, int]]:
-    """Open `arr_0` behind its header, and return it with its shape."""
+    """Open `arr_0` after its header, and return it with its shape."""
     if "arr_0" not in npz_names(file):
         raise ValueError(f"{file} has no arr_0, expected images [images, height, width, channels]")
     try:
@@ -407,10 +411,11 @@ def _open_array(file: Path) -> tuple[zipfile.ZipExtFile, tuple[int, int, int, in
         case (count, height, width, 1 | 3 as channels) if dtype == np.uint8 and not is_fortran:
             return content, (count, height, width, channels)
     raise ValueError(
-        f"{file} holds arr_0 {shape} of {dtype}, expected bytes of [images, height, width, 3 or 1]"
+        f"{file} holds arr_0 {shape} of {dtype}, expected bytes of shape [images, height, width, 3 "
+        "or 1]"
     )
 
 
 def _damaged_npz(file: Path, cause: Exception | str) -> ValueError:
     reason = in_a_line(cause) if isinstance(cause, Exception) else cause
-    return ValueError(f"{file} is not an .npz file, or damaged: {reason}")
+    return ValueError(f"{file} is damaged or not an .npz file: {reason}")

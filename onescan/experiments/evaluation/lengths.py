@@ -213,7 +213,7 @@ def _rows(stream: Stream, length: int) -> Iterator[Tokens]:
 
 
 def _mean_by_position(loss_sums: Sums, counts: Sums) -> Iterator[PlaceScore]:
-    """Average the losses over positions: the first, the second, then twice as many each time."""
+    """Average the losses over ranges of positions: 1, then 1, 2, 4, ... positions."""
     begin, end = 0, 1
     while begin < len(counts):
         end = min(end, len(counts))
@@ -233,20 +233,23 @@ def read_tokens(
         ValueError: If there is no such text, or it cannot be read.
     """
     data = run.data if run and isinstance(run.data, TextDatasetConfig) else None
-    text, most = config.text, config.max_tokens
+    text, max_tokens = config.text, config.max_tokens
     if text is None:
         if data is None:
-            raise ValueError(f"text is None, but {checkpoint!r} has no test text, expected a text")
+            raise ValueError(
+                f"text is None, but {checkpoint!r} has no test text, expected a file, folder or "
+                "dataset"
+            )
         ids = held_out_tokens(checkpoint, data)
     else:
         source = find_source(text, data.query() if data else Query(), field="text")
         split = source.held_out("train") or next(iter(source.splits))
         frame = tokenizer.frame if data and data.add_special_tokens else None
         reader = CorpusReader(tokenizer=tokenizer, on_error="raise", cache=False, frame=frame)
-        ids = reader.read(source.open(split), text, split, max_tokens=most).tokens
+        ids = reader.read(source.open(split), text, split, max_tokens=max_tokens).tokens
         if not len(ids):
             raise ValueError(f"text is {text!r}, whose split {split} is empty")
-    return torch.from_numpy(ids[:most].astype(np.int64))
+    return torch.from_numpy(ids[:max_tokens].astype(np.int64))
 
 
 def inputs_and_labels(

@@ -179,9 +179,9 @@ def measure_needles(
 
     Args:
         name: Name of the model.
-        model: In evaluation mode.
+        model: Model in evaluation mode.
         tokenizer: Tokenizer of the model.
-        haystack: At least as long as the longest context; it is not repeated.
+        haystack: Text at least as long as the longest context; it is not repeated.
         config: Lengths, depths, needles.
         folder: Folder of needle.json.
         progress: Whether to show a progress bar on stderr.
@@ -212,8 +212,10 @@ def measure_needles(
             bar.set_description(f"{length} tokens")
             if (length, trial) not in done:
                 hay = cut_haystack(haystack, needles[trial], config.seed, length, trial)
-                found = _outcomes(scorer, needles[trial], hay, config, length=length, trial=trial)
-                grid = dataclasses.replace(grid, outcomes=(*grid.outcomes, *found))
+                outcomes = _outcomes(
+                    scorer, needles[trial], hay, config, length=length, trial=trial
+                )
+                grid = dataclasses.replace(grid, outcomes=(*grid.outcomes, *outcomes))
                 write_json(path, configs.to_dict(grid))
             bar.update()
     return grid
@@ -223,8 +225,8 @@ def build_needle(tokenizer: Tokenizer, config: NeedleConfig, trial: int) -> Need
     """Draw the needle of a trial, which is the same at all lengths and depths."""
     rng = Random(derive_seed(config.seed, "needle", trial))
     name = NAMES[int(rng.random() * len(NAMES))]
-    least = 10 ** (config.digits - 1)
-    number = str(least + int(rng.random() * 9 * least))
+    smallest = 10 ** (config.digits - 1)
+    number = str(smallest + int(rng.random() * 9 * smallest))
     fact = f"\n{config.needle}\n".replace(NAME, name).replace(NUMBER, number)
     question = f"\n{config.question}".replace(NAME, name)
     space = "" if question[-1].isspace() else " "
@@ -255,7 +257,7 @@ class Scorer:
     """Reads tokens in chunks and scores answers.
 
     Args:
-        model: In evaluation mode.
+        model: Model in evaluation mode.
         size: Vocabulary size of the tokenizer.
         chunk_size: Tokens to read at once.
     """
@@ -331,9 +333,10 @@ def _saved_outcomes(path: Path, grid: NeedleGrid) -> tuple[Outcome, ...]:
         config = dataclasses.replace(grid.config, lengths=(), trials=1, prefill_chunk_size=1)
         return dataclasses.replace(grid, config=config, outcomes=())
 
-    for field, there, here in configs.differences(fixed(saved), fixed(grid)):
+    for field, saved_value, value in configs.differences(fixed(saved), fixed(grid)):
         raise ValueError(
-            f"{path} has results for {field} {there!r}, expected {here!r}: choose another folder"
+            f"{path} has results for {field} {saved_value!r}, expected {value!r}: choose another "
+            "folder"
         )
     return saved.outcomes
 
@@ -349,7 +352,7 @@ def _check(
     check_distinct(lengths=config.lengths, depths=config.depths)
     for depth in config.depths:
         if not 0 <= depth <= 1:
-            raise ValueError(f"depths has {depth}, expected 0 (start) to 1 (end)")
+            raise ValueError(f"depths contains {depth}, expected 0 (start) to 1 (end)")
     if NUMBER not in config.needle:
         raise ValueError(f"needle is {config.needle!r}, expected {NUMBER} in it")
     if not config.question.strip() or NUMBER in config.question:
@@ -365,17 +368,18 @@ def _check(
     for length in config.lengths:
         if length <= max(sizes):
             raise ValueError(
-                f"lengths has {length}, expected more than the {max(sizes)} tokens of a needle, "
-                "its question and its answer"
+                f"lengths contains {length}, expected more than the {max(sizes)} tokens of a "
+                "needle, its question and its answer"
             )
         if length - min(sizes) > len(haystack.tokens):
             raise ValueError(
-                f"lengths has {length}, but {haystack.name} has {len(haystack.tokens)} tokens, "
-                f"expected at least {length - min(sizes)}"
+                f"lengths contains {length}, but {haystack.name} has {len(haystack.tokens)} "
+                f"tokens, expected at least {length - min(sizes)}"
             )
         if isinstance(position, TokenPositionConfig) and length > position.max_tokens:
             raise ValueError(
-                f"lengths has {length}, but the model is limited to {position.max_tokens} tokens"
+                f"lengths contains {length}, but the model is limited to {position.max_tokens} "
+                "tokens"
             )
     return needles
 

@@ -185,6 +185,6 @@ def _text_positions(run: RunConfig) -> TokenPositionConfig:
     """
     from onescan.models.presets import BERT_MAX_TOKENS, GPT2_MAX_TOKENS
 
-    at_least = {"MaskedLMConfig": BERT_MAX_TOKENS, "CausalLMConfig": GPT2_MAX_TOKENS}
+    minimum = {"MaskedLMConfig": BERT_MAX_TOKENS, "CausalLMConfig": GPT2_MAX_TOKENS}
     longest = run.data.max_tokens or TokenPositionConfig().max_tokens
-    return TokenPositionConfig(max_tokens=max(longest, at_least.get(type(run.model).__name__, 1)))
+    return TokenPositionConfig(max_tokens=max(longest, minimum.get(type(run.model).__name__, 1)))

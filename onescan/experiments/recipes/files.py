@@ -27,11 +27,11 @@ def import_file(file: str | Path) -> ModuleType:
         raise ValueError(f"there is no file {file}")
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"{file} is not a Python file, expected a name that ends in .py")
-    spec = spec_from_file_location(str(path), path)  # no other module is named by a path
+    spec = spec_from_file_location(str(path), path)  # its path is a unique name of the module
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where annotations that are strings are looked up
+    sys.modules[spec.name] = module  # annotations that are strings are looked up here
     with _errors_as(f"{file} cannot be imported"), _modules_beside(path):
         spec.loader.exec_module(module)
     return module

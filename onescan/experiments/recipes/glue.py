@@ -171,7 +171,7 @@ class GlueRunsConfig:
     seeds: tuple[int, ...] = (0,)
     """Random seeds; each task is trained once per seed."""
     path: str = HUB
-    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face hub."""
+    """The unpacked GLUE archive, a folder of one task, or a name on the Hugging Face Hub."""
     on_error: OnError = "raise"
     """On an unreadable line of a table, end the run (raise), or skip and report it (skip)."""
     from_mnli: bool = True
@@ -213,8 +213,8 @@ class GlueRunsConfig:
     @property
     def from_mnli_tasks(self) -> tuple[GlueTask, ...]:
         """Tasks that start from the MNLI model."""
-        does = self.from_mnli and GLUE[self.recipe].from_mnli and not self.from_scratch
-        return FROM_MNLI if does else ()
+        starts_from_mnli = self.from_mnli and GLUE[self.recipe].from_mnli
+        return FROM_MNLI if starts_from_mnli and not self.from_scratch else ()
 
     @property
     def rates_to_try(self) -> tuple[float, ...]:
@@ -241,7 +241,7 @@ class GlueRun(NamedTuple):
 def lacks_mnli(options: GlueRunsConfig) -> bool:
     """Return whether tasks would start from an MNLI model, but a local folder has no MNLI data.
 
-    Without the data, only a task that is selected itself is an error.
+    Missing data is an error only if MNLI itself is selected.
 
     Raises:
         ValueError: If the options are invalid.

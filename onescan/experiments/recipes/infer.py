@@ -63,8 +63,8 @@ SMALL = 2_000  # training examples below which models and images are small
 SMALL_SIDE, MAX_SIDE = 32, 64  # pixels of the longer side of an inferred image size
 MAX_TOKENS = 256  # patches per example
 WHOLE_VOXELS = 64**3  # of the largest volume that is read as a whole
-WINDOW_VOXELS, WINDOW_STEP = 48**3, 8  # of a window of larger ones, and what divides its sides
-WINDOW_PATCHES = ((16, 512), (8, 128), (4, 24), (1, 1))  # patch for windows of this length
+WINDOW_VOXELS, WINDOW_STEP = 48**3, 8  # of a window of a larger volume, and a divisor of its sides
+WINDOW_PATCHES = ((16, 512), (8, 128), (4, 24), (1, 1))  # patch and the smallest window that has it
 PATCHES = ((4, 24), (2, 8), (1, 1))  # smallest patch for a longest axis of at least this size
 MIN_STD = 1e-3  # a channel with less is constant
 SAMPLE = 256  # images read to infer sizes, channels, mean and standard deviation
@@ -185,7 +185,7 @@ def for_path(run: RunConfig, path: str, target: TargetKind | None = None) -> Run
 
 
 def _for_target(run: RunConfig, kind: TargetKind) -> RunConfig:
-    """Return the run with a task that learns targets of a kind, unless it has one, or a denoiser's.
+    """Return the run with a task that learns targets of a kind, unless it has one or is a denoiser.
 
     Images are not augmented if the targets are values, such as an angle, which could change. A
     classifier becomes a dense predictor for targets at each position, but not the reverse.
@@ -217,7 +217,8 @@ def infer(run: RunConfig, given: Collection[str] = ()) -> tuple[RunConfig, list[
     """
     if not run.data.path:  # type: ignore[attr-defined]
         raise ValueError(
-            f"data.path is missing, expected your data: onescan train {run.name} --data.path PATH"
+            f"data.path is missing, expected the path of your data: onescan train {run.name} "
+            "--data.path PATH"
         )
     if run.init_from:
         sizes = _sizes_in(run.init_from)
@@ -335,9 +336,9 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     if splits.target.kind != "class":
         return run, lines
     train: Any = splits.train
-    counts = train.labels[train.places].bincount(minlength=len(splits.class_names))
+    counts = train.labels[train.indices].bincount(minlength=len(splits.class_names))
     if empty := [name for name, count in zip(splits.class_names, counts, strict=True) if not count]:
-        lines.append(f"warning: no training examples of class {listed(empty)}; labels count from 0")
+        lines.append(f"warning: no training examples of class {listed(empty)}; labels start at 0")
     return run, lines
 
 
@@ -347,15 +348,15 @@ def _infer_masks(
     """Infer the settings for images with masks, whose classes are read once and then kept."""
     lines = []
     train, _, _ = data.split()
-    values, others = data.values()
-    if values == {0, WHITE} and "data.binary" not in given:
+    training, testing = data.values()
+    if training == {0, WHITE} and "data.binary" not in given:
         run = _changed(run, {"data.binary": True}, given)
         lines.append(
             f"masks: {WHITE} is class 1; if it marks pixels without a class, pass "
             f"--data.no-binary --data.ignore-index {WHITE}"
         )
     masks: Any = run.data
-    run = _changed(run, {"data.class_names": masks.names(values, others)}, given)
+    run = _changed(run, {"data.class_names": masks.names(training, testing)}, given)
     run.data.build()  # names images that cannot be read
     headers = [read_header(pair.image) for pair in (train[i] for i in _sample(len(train)))]
     channels = 1 if all(header.is_gray for header in headers) else 3
@@ -660,7 +661,7 @@ def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
         sizes.append((header.height, header.width))
         is_gray = is_gray and header.is_gray
     if not sizes:
-        raise ValueError(f"none of {len(_sample(len(train)))} images can be read")
+        raise ValueError(f"none of {len(_sample(len(train)))} sampled images can be read")
     return sizes, 1 if is_gray else 3
 
 

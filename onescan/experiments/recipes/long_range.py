@@ -57,7 +57,7 @@ class Problem:
     all_have_positions: bool = False
     """Whether LION-d and LION-s also have absolute positions."""
     min_step: float = 0.001
-    """Minimum step of HiPPO: longer sequences need longer memory."""
+    """Minimum step of HiPPO; smaller for longer sequences, which need a longer memory."""
 
 
 def _model(

@@ -55,11 +55,11 @@ def check_mixer_options(run: RunConfig, given: Mapping[str, str]) -> None:
         given: Values by dotted name, such as "model.mixer.num_heads".
     """
     for option, value in given.items():
-        having = [name for name in mixer_names() if _has(mixer_named(name), option)]
-        if having and not _has(getattr(run.model, "mixer", None), option):
+        mixers = [name for name in mixer_names() if _has(mixer_named(name), option)]
+        if mixers and not _has(getattr(run.model, "mixer", None), option):
             raise ValueError(
-                f"{option} is {value!r}, but the model's mixer has no such setting; these have: "
-                f"{', '.join(having)}"
+                f"{option} is {value!r}, but the model's mixer has no such setting; mixers that "
+                f"have it: {', '.join(mixers)}"
             )
 
 

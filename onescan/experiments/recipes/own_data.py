@@ -77,11 +77,11 @@ def signal_classifier() -> RunConfig:
     onescan train signal_classifier --data.path signals.npz
 
     The .npz file, or a folder of .npy files, holds x of shape [N, samples], [N, channels, samples]
-    or [N, samples, channels], and class indices y of shape [N]. The shorter axis is taken to be the
-    channels; if that is wrong, pass --data.channels-first or --data.no-channels-first. For video
-    and volumes, the channels are the last axis if its size is 4 or less, else axis 1 if its size
-    is; --data.axes sets the number of axes without channels. Settings, and whether y holds classes,
-    labels or values, are inferred and printed as for image_classifier.
+    or [N, samples, channels], and class indices y of shape [N]. The shorter axis is assumed to hold
+    the channels; if that is wrong, pass --data.channels-first or --data.no-channels-first. For
+    video and volumes, the channels are the last axis if its size is 4 or less, else axis 1 if its
+    size is; --data.axes sets the number of axes without channels. Settings, and whether y holds
+    classes, labels or values, are inferred and printed as for image_classifier.
     """
     return dataclasses.replace(
         image_classifier(),
@@ -139,11 +139,12 @@ def text_classifier() -> RunConfig:
 
     onescan train text_classifier --data.path FILE.csv
 
-    FILE is a .csv, .tsv, .jsonl, .json or .parquet file with the columns text and label (others by
-    --data.text-column and --data.label-column), or a folder with train.csv and test.csv, for
-    example. A column split may name the training and test parts; otherwise, a part of each class
-    is held out. Tokens are bytes, or those of --data.tokenizer. Classes, vocabulary, length, batch
-    size, epochs and model size that are not given as options are inferred and printed.
+    FILE is a .csv, .tsv, .jsonl, .json or .parquet file with the columns text and label (to use
+    others, pass --data.text-column and --data.label-column), or a folder with train.csv and
+    test.csv, for example. A column named split may assign rows to the training and test parts;
+    otherwise, a part of each class is held out. Tokens are bytes, or those of --data.tokenizer.
+    Classes, vocabulary, length, batch size, epochs and model size that are not given as options are
+    inferred and printed.
     """
     return RunConfig(
         name="text_classifier",
@@ -203,10 +204,10 @@ def language_model() -> RunConfig:
     onescan train language_model --data.path FILE
     onescan generate runs/language_model/seed-0 --prompt "Once upon a time"
 
-    FILE is a text file, or a folder, .jsonl, .csv or .parquet file with the column text (others by
-    --data.text-column). Without a test split, the last 10% are held out. Tokens are bytes, or those
-    of --data.tokenizer. Vocabulary, length, batch size, epochs and model size that are not given as
-    options are inferred and printed.
+    FILE is a text file, or a folder, .jsonl, .csv or .parquet file with the column text (to use
+    another, pass --data.text-column). Without a test split, the last 10% are held out. Tokens are
+    bytes, or those of --data.tokenizer. Vocabulary, length, batch size, epochs and model size that
+    are not given as options are inferred and printed.
     """
     return _text_model("language_model", SMALL_LM, LanguageModellingConfig())
 

@@ -83,15 +83,15 @@ NOTE = (
     "checkpoints. Waiting is the share of this time spent waiting for data. Memory is the peak, of "
     "the GPU if there is one. Speed and memory are comparable only between equal machines. Bold "
     "marks the best value of a column if its lead exceeds the standard deviation over seeds; "
-    "without one, the lead must be 2%, for accuracies 2% of the error. Training time has a best "
-    "value only if all runs took the same number of steps."
+    "without a standard deviation, the lead must exceed 2%, for accuracies 2% of the error. "
+    "Training time has a best value only if all runs took the same number of steps."
 )
 SETTINGS = (
     "Every setting in which any two recipes differ, by its path in the run's config.json. A dash "
     "means that a recipe has no such setting. Machine settings, devices and numbers of processes "
     "are listed only if they separate rows of one recipe."
 )
-RELEVANT = 0.02  # smaller differences, in parts of the value, are not marked
+RELEVANT = 0.02  # smaller differences, relative to the value, are not marked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def _check_distinct(runs: list[FinishedRun]) -> None:
         if a.seed == b.seed:
             raise ValueError(
                 f"{a.result.folder} and {b.result.folder} hold the same run, seed {a.seed}, with "
-                "equal settings on equal machines: expected it once"
+                "equal settings on equal machines: pass only one of them"
             )
 
 
@@ -397,7 +397,7 @@ class Column(NamedTuple):
         values: Returns one number for each run of a row; none for runs without this metric.
         text: Formats a number.
         better: Which of two numbers is better, if either.
-        least: Returns the smallest difference from a number that is worth marking.
+        min_lead: Returns the smallest difference from a number that is worth marking.
         is_metric: Whether the standard deviation over seeds is shown.
     """
 
@@ -405,7 +405,7 @@ class Column(NamedTuple):
     values: Callable[[Row], Sequence[float]]
     text: Callable[[float], str]
     better: Literal["higher", "lower"] | None = None
-    least: Callable[[float], float] = lambda value: RELEVANT * abs(value)
+    min_lead: Callable[[float], float] = lambda value: RELEVANT * abs(value)
     is_metric: bool = False
 
     def format(self, row: Row) -> str:
@@ -431,8 +431,10 @@ class Column(NamedTuple):
         first, second = numbers[known[0]], numbers[known[1]]
         noise = max(first.std or 0.0, second.std or 0.0)
         is_replicated = first.std is not None and second.std is not None
-        least = noise if self.is_metric and is_replicated else max(noise, self.least(second.mean))
-        return known[0] if abs(first.mean - second.mean) > least else None
+        min_lead = noise
+        if not (self.is_metric and is_replicated):
+            min_lead = max(noise, self.min_lead(second.mean))
+        return known[0] if abs(first.mean - second.mean) > min_lead else None
 
 
 def table_columns(rows: Sequence[Row]) -> list[Column]:

@@ -21,13 +21,13 @@ from onescan.experiments.report.mixers import (
     run_hooked,
 )
 from onescan.experiments.report.page import Figure, Section, fragment
-from onescan.experiments.report.plots import BLUE, MUTED, log_scale, places_in_blocks, to_svg
+from onescan.experiments.report.plots import BLUE, MUTED, log_scale, positions_in_blocks, to_svg
 from onescan.experiments.report.runs import RunGroup
 from onescan.layers.mixers.lion import LionMixer, MeanDecays
 
 DECAYS = "Learned decays"
 DECAY_EXAMPLES = 32
-LEAST_DECAY, MOST_DECAY = 0.001, 0.99999  # values outside are drawn at the edge
+MIN_DECAY, MAX_DECAY = 0.001, 0.99999  # values outside are drawn at the edge
 LAMBDAS = (0.001, 0.1, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)
 DECAY_MARGIN = 1.4  # factor by which the axis extends beyond the values
 HALF_WIDTH, TWO_THIRDS = 560, 768  # CSS pixels
@@ -65,14 +65,14 @@ def mean_decays(model: nn.Module, run: Callable[[], object]) -> list[MeanDecays]
         mixer: [] for mixer in find(model, LionMixer)
     }
 
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def record(mixer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         assert isinstance(mixer, LionMixer)
         (x, grid), keep = arguments, options.get("keep")
         mean = mixer.mean_decays(x, grid, keep=keep, lower_bound=options.get("lower_bound"))
         tokens = x[..., 0].numel() if keep is None else int(keep.sum())
         calls[mixer].append((tokens, mean))
 
-    run_hooked(model, LionMixer, catch, run)
+    run_hooked(model, LionMixer, record, run)
     return [
         torch.stack([tokens * mean.log() for tokens, mean in of_mixer])
         .sum(dim=0)
@@ -88,7 +88,7 @@ def half_lives(decays: tuple[Tensor, ...]) -> HalfLives:
     >>> half_lives((torch.tensor([0.5, 0.5**0.1]),)).round(3).tolist()
     [[[1.0], [10.0]]]
     """
-    stacked = torch.stack(decays).double().clamp(LEAST_DECAY, MOST_DECAY)  # blocks H (K)
+    stacked = torch.stack(decays).double().clamp(MIN_DECAY, MAX_DECAY)  # blocks H (K)
     lives: HalfLives = (math.log(0.5) / stacked.log()).numpy()
     return lives if lives.ndim > 2 else lives[..., None]  # noqa: PLR2004
 
@@ -106,15 +106,15 @@ def _decay_figure(scans: Sequence[HalfLives]) -> Figure:
         for name, each in zip(names, shown, strict=True)
     ]
     channels = " A line spans the middle 90% of a head's channels, the dot is their median."
-    edge = f" Values below {LEAST_DECAY} or above {MOST_DECAY} are drawn at the edge."
+    edge = f" Values below {MIN_DECAY} or above {MAX_DECAY} are drawn at the edge."
     beyond = any(
-        (scan <= _half_life(LEAST_DECAY)).any() or (scan >= _half_life(MOST_DECAY)).any()
+        (scan <= _half_life(MIN_DECAY)).any() or (scan >= _half_life(MAX_DECAY)).any()
         for scan in scans
     )
     return Figure(
         "Half-life by block",
         fragment("panels", panels, panel=HALF_WIDTH),
-        "Each dot is a head, in their order within the block. The axis on the right shows "
+        "Each dot is a head, in the order of heads within the block. The axis on the right shows "
         f"lambda.{channels * (scans[0].shape[-1] > 1)}{edge * beyond}",
         columns=2 if single else 3,
     )
@@ -128,13 +128,13 @@ def decay_dots(
     Args:
         quantiles: Low, median and high half-life over a head's channels, in tokens.
         limits: Limits of the vertical axis.
-        width: In CSS pixels.
+        width: Width in CSS pixels.
     """
     low, median, high = quantiles
     blocks, heads = median.shape
 
     def draw(axes: Axes) -> None:
-        x = places_in_blocks(axes, median, spread=0.7)
+        x = positions_in_blocks(axes, median, spread=0.7)
         axes.set_ylim(limits)
         axes.vlines(x, low, high, color=BLUE, alpha=0.35, linewidth=1.2)
         axes.plot(x, median, ".", color=BLUE, markersize=6)

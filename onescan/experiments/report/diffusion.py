@@ -30,7 +30,7 @@ from onescan.experiments.report.plots import (
     log_scale,
     matrix,
     percent_tick,
-    places_in_blocks,
+    positions_in_blocks,
     series,
     to_svg,
 )
@@ -54,12 +54,12 @@ FAINTEST, STRONGEST = 0.01, 100.0  # times a uniform share: ends of the color sc
 UNREACHED = (0.5, 0.5, 0.5, 0.3)  # color
 LEAST_SHARE = 1e-4  # smaller shares are not written out
 
-Lags = Int[np.ndarray, " lags"]  # places back; negative ones lie ahead
+Lags = Int[np.ndarray, " lags"]  # tokens back; negative ones lie ahead
 PerBlock = Float[np.ndarray, "blocks H"]
 Curves = Float[np.ndarray, "H lags"]
-Weights = Float[np.ndarray, "blocks H places"]
+Weights = Float[np.ndarray, "blocks H all_lags"]
 Influence = Float[np.ndarray, "blocks H _"]  # each line has its own number of tokens
-Extent = Int[np.ndarray, "blocks H sides"]  # back, ahead
+Extent = Int[np.ndarray, "blocks H directions"]  # back, ahead
 
 
 class DiffusionLine(NamedTuple):
@@ -119,7 +119,7 @@ def section(group: RunGroup) -> Section:
     """Each block's kernels, and their combined influence on the token in the middle."""
     model, mixers = group.model, find(group.model, LinearDiffusionMixer)
     if not mixers or not isinstance(model, ImageClassifier):
-        return Section(TITLE, lead="Not shown: this is not an image classifier of LDN mixers.")
+        return Section(TITLE, lead="Not shown: this is not an image classifier with LDN mixers.")
     if not mixers[0].config.diffusion:
         return Section(TITLE, lead="Not shown: this model was built without diffusion.")
     if mixers[0].config.is_dense:
@@ -217,7 +217,7 @@ def extent(line: DiffusionLine) -> Extent:
         weights = diffusion.weights()
         shares = weights * diffusion.dt(weights).unsqueeze(1)
         ahead, _, back = shares.tensor_split((diffusion.radius, diffusion.radius + 1), dim=1)
-        reached = torch.stack([(back > 0).sum(1), (ahead > 0).sum(1)], dim=1)  # H sides
+        reached = torch.stack([(back > 0).sum(1), (ahead > 0).sum(1)], dim=1)  # H directions
         reach.append((reached > 0) * line.tokens if line.implicit else reached)
     total: Extent = torch.stack(reach).cumsum(0).numpy()
     return total
@@ -225,8 +225,8 @@ def extent(line: DiffusionLine) -> Extent:
 
 def nearest(line: DiffusionLine) -> Int[np.ndarray, " blocks"]:
     """Return the distance within which all tokens have an influence in all channels, by block."""
-    sides = slice(None) if line.bidirectional else slice(1)
-    distances: Int[np.ndarray, " blocks"] = extent(line)[..., sides].min(axis=(1, 2))
+    directions = slice(None) if line.bidirectional else slice(1)
+    distances: Int[np.ndarray, " blocks"] = extent(line)[..., directions].min(axis=(1, 2))
     return distances
 
 
@@ -242,7 +242,7 @@ def blocks_to_cover(lines: Sequence[DiffusionLine]) -> int | None:
 def _order(model: ImageClassifier) -> str:
     """Explain what a distance means."""
     if find(model, LinearDiffusionMixer)[0].config.separable:
-        without = " Tokens other than patches take no part." * bool(model.prefix)
+        without = " Tokens other than patches do not take part." * bool(model.prefix)
         return f"Patches diffuse along their columns, and then along their rows.{without}"
     rows, columns = patch_grid(model)
     if rows == 1:
@@ -253,7 +253,7 @@ def _order(model: ImageClassifier) -> str:
 
 
 def _coverage(model: ImageClassifier, lines: Sequence[DiffusionLine]) -> str:
-    """Explain whether diffusion covers all tokens in the end."""
+    """Describe whether diffusion reaches all tokens."""
     config, noun = find(model, LinearDiffusionMixer)[0].config, lines[0].noun
     others = f"every {noun} before it" if config.is_causal else f"every other {noun}"
     depth, enough = len(lines[0].learned), blocks_to_cover(lines)
@@ -280,7 +280,7 @@ def _dropped(model: ImageClassifier) -> str:
     if not rate:
         return ""
     return (
-        f" Because of stochastic depth, blocks change tokens by less than shown in evaluation: by "
+        f" Because of stochastic depth, blocks change tokens less in evaluation than shown: by "
         f"{percent(rate)} less in the last block."
     )
 
@@ -294,7 +294,7 @@ def _panels(lines: Sequence[DiffusionLine], charts: Sequence[Markup], panel: flo
 
 
 def _curves(x: Lags, learned: Curves, initial: Curves, names: Sequence[str]) -> list[Line]:
-    """The curve of each kernel, or of many the median and range, and those before training."""
+    """Return the curve of each kernel, or median and range of many, also before training."""
     band = None
     if len(learned) > len(SERIES):
         names, band = [""], (learned.min(axis=0), learned.max(axis=0))
@@ -325,9 +325,9 @@ def _kernel_figure(lines: Sequence[DiffusionLine]) -> Figure:
     panels = []
     for line, (learned, initial) in zip(lines, weights, strict=True):
         lags = _visible_lags(line, FAINT * top, learned, initial)
-        places = learned.shape[-1] // 2 + lags
+        indices = learned.shape[-1] // 2 + lags
         for block in range(len(learned)):
-            curves = learned[block][:, places], initial[block][:, places]
+            curves = learned[block][:, indices], initial[block][:, indices]
             name = f"{line.name}, block {block + 1}" if line.name else f"Block {block + 1}"
             panels.append((name, _kernel_chart(line, lags, *curves, top)))
     implicit = " The step is implicit, so it reaches beyond the kernel." * lines[0].implicit
@@ -342,7 +342,7 @@ def _kernel_figure(lines: Sequence[DiffusionLine]) -> Figure:
 
 
 def _weights(diffusions: Sequence[Diffusion]) -> Weights:
-    """Share taken in per step, dt K; NaN at the token itself, in the middle of 2R+1 places."""
+    """Return the share taken in per step, dt K, at 2R+1 lags; NaN at the token itself."""
     shares = []
     for diffusion in diffusions:
         weights = diffusion.weights()
@@ -355,7 +355,7 @@ def _weights(diffusions: Sequence[Diffusion]) -> Weights:
 def _visible_lags(
     line: DiffusionLine, threshold: float, learned: Weights, initial: Weights
 ) -> Lags:
-    """The lags up to the furthest where a kernel exceeds `threshold`, within the line."""
+    """Return the lags up to the furthest where a kernel exceeds `threshold`, within the line."""
     *_, columns = np.nonzero(np.concatenate([learned, initial]) > threshold)
     furthest = int(np.abs(columns - learned.shape[-1] // 2).max(initial=1))
     shown = min(furthest, max(line.tokens - 1, 1))
@@ -365,21 +365,21 @@ def _visible_lags(
 def _kernel_chart(
     line: DiffusionLine, lags: Lags, learned: Curves, initial: Curves, top: float
 ) -> Markup:
-    most = percent(float(np.nanmax(learned)))
+    highest = percent(float(np.nanmax(learned)))
     return line_chart(
         _curves(lags, learned, initial, [""] * len(learned)),
         x=line.back,
         y="",
         format=percent_tick,
         limits=(0, top),
-        description=f"Line chart of the share taken in by distance, at most {most} of one place",
+        description=f"Line chart of the share taken in by distance, at most {highest} of one token",
         width=KERNEL_PANEL,
         height=150,
     )
 
 
 def _width_figures(lines: Sequence[DiffusionLine]) -> list[Figure]:
-    """Return the figure of the widths of Gaussians; none if kernels are no Gaussians."""
+    """Return the figure of the widths of Gaussian kernels; [] if they are not Gaussian."""
 
     def width(diffusions: Sequence[Diffusion]) -> PerBlock:
         gaussians = [each for each in diffusions if isinstance(each, GaussianDiffusion)]
@@ -442,7 +442,7 @@ def _dots(
     blocks, kernels = learned.shape
 
     def draw(axes: Axes) -> None:
-        x = places_in_blocks(axes, learned, spread=0.5)
+        x = positions_in_blocks(axes, learned, spread=0.5)
         if kernels > len(SERIES):
             axes.plot(x, learned, "o", color=BLUE, markersize=2, alpha=0.6)
         else:
@@ -579,7 +579,7 @@ def _reached(line: DiffusionLine) -> Bool[np.ndarray, "blocks H T"]:
 
 
 def _shown_kernels(distances: Float[np.ndarray, " H"]) -> list[int]:
-    """All kernels, or those of the shortest, median and longest distance."""
+    """Return all kernels or, if there are many, those of shortest, median and longest distance."""
     if len(distances) <= MAPS:
         return list(range(len(distances)))
     order = np.argsort(distances, kind="stable")

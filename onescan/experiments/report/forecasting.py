@@ -41,10 +41,27 @@ def _table(group: RunGroup) -> Figure:
         "error of the seasonal naive forecast in the training period, one season ahead. The "
         "weighted quantile loss is the quantile loss divided by the sum of absolute values. The "
         "baselines read the same windows: the seasonal naive forecast repeats the last season of "
-        "steps, and linear is a ridge regression from the standardized context. For their "
-        f"quantiles, those of their training errors are added.{spread(group)}"
+        "steps, and linear is a ridge regression from the standardized context. Their "
+        "quantiles are the forecast plus quantiles of its training errors."
+        f"{_better_baselines(group, shown[0])}{spread(group)}"
     )
     return Figure("Errors", fragment("table", rows, "numbers lined"), caption, 3)
+
+
+def _better_baselines(group: RunGroup, score: str) -> str:
+    """Say which baselines have a lower mean error than the model."""
+    mean = np.mean(group.metric(score))
+    names = [
+        metric_name(name)
+        for name in _task(group).baselines
+        if np.mean(group.metric(f"{name}_{score}")) < mean
+    ]
+    if not names:
+        return ""
+    verb = "has" if len(names) == 1 else "have"
+    return (
+        f" {' and '.join(names).capitalize()} {verb} a lower {metric_name(score)} than the model."
+    )
 
 
 def _by_step(group: RunGroup) -> Figure:

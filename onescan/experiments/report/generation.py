@@ -51,7 +51,7 @@ INCEPTION = (
     "The features come from a TorchScript file of Inception-v3. The scores are comparable with "
     "published ones only if the file has the original weights."
 )
-OWN = (
+NOT_INCEPTION = (
     "The features come from a classifier trained with onescan, so the Frechet distance is not an "
     "FID. It is comparable only with distances in features of the same classifier. The class score "
     "is the formula of the Inception Score with the classes of this classifier."
@@ -200,7 +200,7 @@ def _numbers(scores: "GenerationScores") -> Section:
         for field, name in scores.short_names.items()
     }
     sentences = {
-        "distance": f"{names['distance']}: distance between the features of both sets, modelled as "
+        "distance": f"{names['distance']}: distance between the features of both sets, modeled as "
         "normal distributions. Lower is better; it is 0 for the real images themselves.",
         "spatial_distance": f"{names['spatial_distance']}: the same for features that depend on "
         "the location in an image.",
@@ -210,7 +210,8 @@ def _numbers(scores: "GenerationScores") -> Section:
         "classifier assigns to the requested class, or for real images to their own class.",
     }
     caption = " ".join(sentence for field, sentence in sentences.items() if field in columns)
-    lead = f"{INCEPTION if scores.is_inception else OWN} {SINGULAR * scores.is_singular}".strip()
+    lead = INCEPTION if scores.is_inception else NOT_INCEPTION
+    lead = f"{lead} {SINGULAR * scores.is_singular}".strip()
     return Section("Scores", [Figure("All scores", table, caption, columns=3)], lead)
 
 

@@ -189,8 +189,8 @@ def chosen_note(outcome: GlueOutcome) -> str:
     rates = sorted({rate for scores in outcome.tried.values() for rate in scores}, reverse=True)
     return (
         f"Scores are the best of {len(rates)} learning rates "
-        f"({', '.join(f'{rate:g}' for rate in rates)}), chosen for each task on the dev set, the "
-        "same that is scored; they are therefore optimistic."
+        f"({', '.join(f'{rate:g}' for rate in rates)}), chosen for each task on the dev set. "
+        "The same set is scored, so the scores are optimistic."
     )
 
 

@@ -42,7 +42,7 @@ from onescan.models.image_classifier import ImageClassifier
 from onescan.shapes import Grids, Images, Labels, Pictures
 
 MATRIX_CLASSES = 30  # with more classes, the most frequent confusions are listed instead
-NARROW_CLASSES = 14  # a matrix of so many classes leaves room for a figure beside it
+NARROW_CLASSES = 14  # a matrix of at most so many classes leaves room for a figure beside it
 SHORT_NAME = 4  # letters; longer class names are written upright
 PAIRS = 20  # listed confusions
 ENDS = 15  # of many classes, the hardest and easiest that are shown
@@ -104,7 +104,7 @@ def held_out_pixels(group: RunGroup, rows: Int[Tensor, " B"]) -> Grids:
 
 
 def examples_at(data: DataSet, rows: list[int]) -> list[Example]:
-    """Iterate up to the last row, because a stream has no random access."""
+    """Return the examples of some rows, reading to the last, as a stream has no random access."""
     requested = set(rows)
     start = enumerate(islice(data.examples(seed=None), max(rows) + 1))
     examples = {row: example for row, (example, _) in start if row in requested}
@@ -145,7 +145,7 @@ def _line_drawing(signal: Float[Tensor, "channels samples"]) -> Float[Tensor, "1
 
 
 def to_bytes(pixels: Images) -> UInt8[np.ndarray, "B height width rgb"]:
-    """Convert pixels from 0 to 1 to RGB bytes; images of other channels become their mean."""
+    """Convert pixels from 0 to 1 to RGB bytes; other channels are averaged."""
     if pixels.shape[1] not in (1, 3):
         pixels = pixels.mean(dim=1, keepdim=True)
     pixels = (pixels.clamp(0, 1) * 255).expand(-1, 3, -1, -1).round().to(torch.uint8)
@@ -181,8 +181,8 @@ def confusion_figure(
     """A confusion matrix.
 
     Args:
-        counts: Of true and predicted classes.
-        names: Of the classes.
+        counts: Counts of true and predicted classes.
+        names: Names of the classes.
         over: What is counted.
         rows: What the classes of the rows are.
     """
@@ -416,7 +416,7 @@ def generated(group: RunGroup) -> Section:
 
 
 def _some(steps: list[int]) -> list[int]:
-    """A few of the steps, denser at first, when images change most."""
+    """Return a few of the steps, denser at first, when images change most."""
     if len(steps) <= EARLIER:
         return steps
     indices = np.geomspace(1, len(steps), EARLIER).round().astype(int) - 1

@@ -68,7 +68,7 @@ def values(group: RunGroup) -> Section:
 
 
 def _examples(group: RunGroup) -> list[Figure]:
-    """Examples from the largest to the smallest loss: input, truth and prediction."""
+    """Show examples from the largest to the smallest loss: input, truth and prediction."""
     task, unit = group.task, group.task.unit
     assert isinstance(task, DenseTask)
     losses = group.runs[0].result.evaluation.arrays["losses"]

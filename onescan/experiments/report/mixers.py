@@ -120,11 +120,11 @@ def key_shares(model: nn.Module, images: Images) -> list[Shares]:
     """
     shares: list[Shares] = []
 
-    def catch(mixer: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> None:
+    def record(mixer: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> None:
         assert isinstance(mixer, LightNetMixer)
         shares.append(mixer.key_importance(arguments[0]))
 
-    run_hooked(model, LightNetMixer, catch, partial(model, images))
+    run_hooked(model, LightNetMixer, record, partial(model, images))
     return shares
 
 
@@ -132,7 +132,9 @@ def key_importance(group: RunGroup) -> Section:
     """Key importance for one image of each class in three blocks, and its mean in every block."""
     model, mixers = group.model, find(group.model, LightNetMixer)
     if not mixers or not isinstance(model, ImageClassifier):
-        return Section(KEYS, lead="Not shown: this is not an image classifier of LightNet mixers.")
+        return Section(
+            KEYS, lead="Not shown: this is not an image classifier with LightNet mixers."
+        )
     if len(patch_grid(model)) != len(IMAGE_DIRECTIONS):
         return Section(KEYS, lead="Not shown: the figures need images with two axes.")
     if reason := unknown_rows(group):
@@ -157,7 +159,7 @@ class Example(NamedTuple):
 
 
 def examples(group: RunGroup, model: ImageClassifier) -> list[Example]:
-    """One image of each class, or of some: the first that the model classifies correctly."""
+    """Return an image of each class, or of some: the first that the model classifies correctly."""
     labels, predictions = held_out_labels(group), group.array("predictions")[0]
     correct = (labels == predictions).int()
     present, heads = labels.unique(), len(_heads(model))
@@ -194,7 +196,7 @@ def _examples_figure(group: RunGroup, model: ImageClassifier) -> Figure:
 
 
 def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
-    """Over evenly spaced images, because a data set may be sorted by class."""
+    """Average over evenly spaced images, because a data set may be sorted by class."""
     indices = evenly_spaced(len(held_out_labels(group)), MAX_AVERAGED)
     pixels = held_out_pixels(group, torch.tensor(indices))
     batches = [key_shares(model, _model_input(group, batch)) for batch in pixels.split(BATCH_SIZE)]
@@ -208,19 +210,19 @@ def _mean_figure(group: RunGroup, model: ImageClassifier) -> Figure:
         "Every block, averaged over images",
         fragment("panels", [("", drawn)], panel=0.8 * tiles_width(rows)) + _tiles_legend(),
         "Rows are blocks, columns are heads, in the same colors: the mean over "
-        f"{plural(len(indices), 'test image')} shows preferences for places that do not depend on "
-        f"the image.{_omitted(len(blocks), depth, 'block')}{_heads_omitted(model)}",
+        f"{plural(len(indices), 'test image')} shows preferences for locations that do not depend "
+        f"on the image.{_omitted(len(blocks), depth, 'block')}{_heads_omitted(model)}",
         columns=1 if tiles_width(rows) < 1.1 * WIDTH else 2,
     )
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most so many of 0 to count - 1, evenly spaced, both ends included.
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """Return at most `limit` of 0 to count - 1, evenly spaced, both ends included.
 
     >>> evenly_spaced(3, 5), evenly_spaced(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
-    return torch.linspace(0, count - 1, min(count, most)).round().int().tolist()
+    return torch.linspace(0, count - 1, min(count, limit)).round().int().tolist()
 
 
 def _model_input(group: RunGroup, pixels: Images) -> Images:
@@ -280,8 +282,8 @@ def tiles(
     """Draw rows of tiles: each image followed by its maps, or the maps alone.
 
     Args:
-        rows: With images of one size and equally many maps.
-        names: Of the maps.
+        rows: Rows with images of one size and equally many maps.
+        names: Names of the maps.
         description: What the chart shows.
         with_images: Whether images are shown and visible below their maps.
     """
@@ -394,12 +396,12 @@ def position_kernels(group: RunGroup) -> Section:
         "blue negative. Rows are sorted by the mean distance of the weights, from local kernels "
         "(top) to those that span the whole axis (bottom).",
     )
-    sides = "on both sides" if model.position.bidirectional else "before it"
+    neighbors = "on both sides" if model.position.bidirectional else "before it"
     where = "along all axes; shown are those " if model.position.joint else ""
     lines = "in its column and row" if len(shape) == len(IMAGE_DIRECTIONS) else "along each axis"
     lead = (
         "Before the first block, MD-TPE replaces each patch by a weighted sum of itself and the "
-        f"patches {sides} {where}{lines}, channel by channel. "
+        f"patches {neighbors} {where}{lines}, channel by channel. "
         f"Model of seed {group.runs[0].seed}."
     )
     return Section(TOEPLITZ, [by_distance, overview], lead, folded=True)

@@ -158,14 +158,13 @@ def check_report_path(path: Path) -> None:
         ValueError: If the path holds something that onescan did not write, or if a parent of it
             is a file.
     """
-    foreign = f"{path} was not written by onescan"
     if path.is_dir():
-        raise ValueError(f"{foreign}: it is a folder, expected a file name")
+        raise ValueError(f"{path} is a folder, expected a file name")
     for parent in path.parents:
         if parent.exists() and not parent.is_dir():
             raise ValueError(f"{path} cannot be written: {parent} is a file, expected a folder")
     if path.exists() and not (path.is_file() and _is_ours(path)):
-        raise ValueError(f"{foreign}: choose another name")
+        raise ValueError(f"{path} was not written by onescan: choose another name")
 
 
 def spans(columns: Sequence[int]) -> list[str]:

@@ -74,7 +74,8 @@ NARROW_RANGE = 3  # values within this factor get a linear axis
 STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 ROW = 24  # CSS pixels of a row of dots
 SHARES = (0.0, 0.3, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)
-LONGEST_SIDE, COARSE = 112, 48  # pixels: images are shrunk to one, and stay crisp below the other
+LONGEST_SIDE = 112  # pixels: larger images are shrunk
+COARSE = 48  # pixels: smaller images are enlarged to crisp squares
 
 Column = Float[np.ndarray, " _"]
 Cells = Float[np.ndarray, "rows columns"]
@@ -95,8 +96,8 @@ def to_svg(
     Args:
         draw: Draws on the axes.
         description: What the chart shows, for screen readers.
-        width: In CSS pixels; the chart shrinks on narrower screens.
-        height: In CSS pixels.
+        width: Width in CSS pixels; the chart shrinks on narrower screens.
+        height: Height in CSS pixels.
     """
     file = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -135,14 +136,14 @@ class Line(NamedTuple):
     """One curve of a chart.
 
     Attributes:
-        name: Written at its end, unless it is empty.
-        color: Of the line and its name.
-        x: Increasing.
-        y: As many values.
+        name: Name, written at its end unless it is empty.
+        color: Color of the line and its name.
+        x: Increasing positions.
+        y: Values at these positions.
         raw: Values before smoothing at the same `x`, drawn faintly.
         band: Lower and upper bounds at the same `x`.
         style: Line style of matplotlib.
-        width: In points.
+        width: Line width in points.
         alpha: Opacity.
         dots: Whether points are marked; single points always are.
     """
@@ -198,10 +199,10 @@ def line_chart(
     """Draw curves, with their names where they end.
 
     Args:
-        lines: At least one.
+        lines: At least one line.
         x: Label of the horizontal axis, which contains 0 unless `log_x`.
         y: Label of the vertical axis.
-        scale: Of the vertical axis: "zero" is linear from 0; "log" becomes linear for values
+        scale: Scale of the vertical axis: "zero" is linear from 0; "log" becomes linear for values
             within a factor of 3; "share" widens towards 100% if a share exceeds 90%.
         format: Formats the numbers of the vertical axis.
         format_x: Formats the numbers of the horizontal axis.
@@ -210,10 +211,10 @@ def line_chart(
         at_least: Minimum upper end of a "zero" axis.
         threshold: Height of a dashed line.
         mark_x: Position of a dashed vertical line.
-        limits: Of the vertical axis; None chooses them by the values.
+        limits: Limits of the vertical axis; None chooses them from the values.
         description: What the chart shows, for screen readers; by default its last values.
-        width: In CSS pixels.
-        height: In CSS pixels.
+        width: Width in CSS pixels.
+        height: Height in CSS pixels.
     """
 
     def draw(axes: Axes) -> None:
@@ -317,12 +318,12 @@ def log_scale(axes: Axes) -> str:
 def _share_scale(axes: Axes, values: Column) -> str:
     """Widen the axis towards 100%, where curves of accurate models would merge into one."""
     below_one = values[values < 1]
-    least = (1 - below_one.max()) / 2 if len(below_one) else 1e-3  # anything closer counts as 1
+    min_error = (1 - below_one.max()) / 2 if len(below_one) else 1e-3  # smaller ones count as 0
 
     def stretched(share: ArrayLike) -> NDArray[np.float64]:
-        return -np.log10(np.maximum(1 - np.asarray(share, float), least))
+        return -np.log10(np.maximum(1 - np.asarray(share, float), min_error))
 
-    shares = np.array([share for share in SHARES if share in (0, 1) or 1 - share > 2 * least])
+    shares = np.array([share for share in SHARES if share in (0, 1) or 1 - share > 2 * min_error])
     first = min(np.flatnonzero(shares <= values.min())[-1], len(shares) - 2)
     last = max(np.flatnonzero(shares >= values.max())[0], first + 1)
     ticks = shares[first : last + 1]
@@ -350,7 +351,7 @@ def label_ends(
     Lines that almost reach the right edge are labelled in the margin, shorter ones where they stop.
 
     Args:
-        axes: With its final limits.
+        axes: Axes with their final limits.
         ends: x, y, name and color of each line.
         gap: Minimum distance between two names, relative to the height of the axis.
     """
@@ -388,7 +389,7 @@ def _separate(heights: Sequence[float], gap: float) -> list[float]:
     for height in heights[1:]:
         positions.append(max(height, positions[-1] + gap))
     highest = [1 - gap * rank for rank in reversed(range(len(positions)))]
-    return [min(position, most) for position, most in zip(positions, highest, strict=True)]
+    return [min(pair) for pair in zip(positions, highest, strict=True)]
 
 
 def series(index: int) -> str:
@@ -443,8 +444,8 @@ def dot_chart(
     """Draw a row for each name, with a small dot for each seed and a large dot for their mean.
 
     Args:
-        names: Of the rows, from the top.
-        values: NaN is left out.
+        names: Names of the rows, from the top.
+        values: Values of each seed; NaN is left out.
         x: Label of the axis.
         format: Formats the mean beside each row.
         format_x: Formats the numbers of the axis.
@@ -474,7 +475,7 @@ def dot_chart(
     return to_svg(draw, description=description, height=64 + ROW * max(len(names), 3))
 
 
-def places_in_blocks(
+def positions_in_blocks(
     axes: Axes, values: Float[np.ndarray, "blocks heads"], spread: float
 ) -> Float[np.ndarray, "blocks heads"]:
     """Prepare a horizontal axis of blocks, and return where on it the value of each head belongs.
@@ -556,7 +557,7 @@ def heat_map(
 def _cell(
     value: float, limit: float, format: Callable[[float], str], *, diverging: bool
 ) -> tuple[str, float, str]:
-    """Text, strength of the color and CSS classes of a cell."""
+    """Return the text, strength of the color and CSS classes of a cell."""
     if not np.isfinite(value):
         return "", 0.0, ""
     level = float(min(abs(value) / limit, 1))

@@ -206,9 +206,9 @@ def _lead(group: RunGroup) -> str:
         return f"{lead}, and a vocabulary of {config.vocab_size:,} tokens."
     patches = math.prod(images.patch_grid(model))
     size, patch = (f" {TIMES} ".join(map(str, n)) for n in (config.image_size, config.patch_size))
-    most = "up to " * (isinstance(group.task, GridTask) and group.task.format.is_ragged)
+    up_to = "up to " * (isinstance(group.task, GridTask) and group.task.format.is_ragged)
     return (
-        f"{lead}, and splits each {noun} of {most}{size} into {most}{patches} patches of {patch}."
+        f"{lead}, and splits each {noun} of {up_to}{size} into {up_to}{patches} patches of {patch}."
     )
 
 
@@ -475,7 +475,7 @@ def _transfer_loss(group: RunGroup) -> Figure:
 
 
 def _training_accuracy(group: RunGroup) -> Figure:
-    """As in LDN's Fig. 2."""
+    """Return the figure of the training accuracy, as in LDN's Fig. 2."""
     augmented = " Augmentation, which is used in training only, lowers it." * (
         getattr(group.config.task, "augment", None) is not None
     )
@@ -554,13 +554,13 @@ def _evaluations(group: RunGroup, name: str, scale: Scale, caption: str) -> Figu
         label = f"seed {run.seed}: {metric_value(name, y[-1])}"
         y = np.maximum(y, SMALLEST) if scale == "log" else y
         lines.append(Line(label, series(i), run.column("test", "epoch"), y))
-    form = percent_tick if scale == "share" else significant
-    return _over_epochs(lines, caption, y=f"test {metric_name(name)}", scale=scale, format=form)
+    tick = percent_tick if scale == "share" else significant
+    return _over_epochs(lines, caption, y=f"test {metric_name(name)}", scale=scale, format=tick)
 
 
 # Speed
 
-LEAST_SHARE = 0.1  # the axis of waiting reaches at least this share
+MIN_AXIS_END = 0.1  # the axis of waiting reaches at least this share
 CPU = "cpu"  # name of the device in an environment
 
 
@@ -603,7 +603,7 @@ def _waiting(group: RunGroup) -> Figure:
         y="time spent waiting",
         scale="zero",
         format=percent_tick,
-        at_least=LEAST_SHARE,
+        at_least=MIN_AXIS_END,
     )
 
 

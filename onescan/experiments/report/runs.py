@@ -96,7 +96,7 @@ class FinishedRun:
         lines = [line for line in self.records if line["split"] == split]
         if not lines or not all(name in line for line in lines):
             path = self.result.folder / METRICS
-            raise ValueError(f"{path} is damaged: it lacks {name!r} of {split} lines")
+            raise ValueError(f"{path} is damaged: it lacks {name!r} in lines of the split {split}")
         return np.array([line[name] for line in lines], float)
 
     def _all_steps(self, name: str) -> Column:
@@ -192,7 +192,7 @@ def read_run(run: Path | RunResult) -> FinishedRun:
     manifest = read_manifest(folder)
     result = run if isinstance(run, RunResult) else read_result(folder)
     if result is None:
-        raise ValueError(f"{folder} holds a run that is not finished: train it to its end first")
+        raise ValueError(f"{folder} holds a run that is not finished: finish training it first")
     return FinishedRun(manifest=manifest, result=result, records=read_metrics(folder))
 
 
@@ -210,7 +210,7 @@ def config_differences(a: RunConfig, b: RunConfig) -> list[tuple[str, Any, Any]]
 
 
 def has_training_accuracy(run: RunConfig) -> bool:
-    """Whether the accuracy on training batches compares classes: MixUp and CutMix mix them."""
+    """Return whether training batches have an accuracy: MixUp and CutMix mix classes."""
     return isinstance(run.task, ImageClassificationConfig) and run.task.mix is None
 
 

@@ -54,7 +54,7 @@ def _continuations(task: LanguageModelling, model: CausalLM) -> list[Figure]:
     for row, (tokens, _) in _rows(task.test):
         length = PROMPT if limit is None else min(PROMPT, limit // 2)
         prompt = task.tokenizer.decode(tokens[0, :length].tolist())
-        prompt = prompt.strip(REPLACEMENT_CHARACTER)  # of characters that are cut
+        prompt = prompt.strip(REPLACEMENT_CHARACTER)  # from characters that are cut off
         new = NEW_TOKENS
         if limit is not None:
             new = max(1, min(NEW_TOKENS, limit - len(task.tokenizer.begin(prompt))))
@@ -166,5 +166,5 @@ def distance_ranges(furthest: int) -> list[tuple[int, int]]:
 def _accuracy(distances: Distances, correct: Correct, between: tuple[int, int]) -> float:
     """Share of correct answers at these distances; NaN if there are none."""
     low, high = between
-    found = (low <= distances) & (distances <= high)
-    return float(correct[found].mean()) if found.any() else np.nan
+    is_between = (low <= distances) & (distances <= high)
+    return float(correct[is_between].mean()) if is_between.any() else np.nan

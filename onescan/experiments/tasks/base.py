@@ -48,13 +48,13 @@ class Evaluation:
     """Number of examples that could not be read and have no rows."""
 
 
-def fitting_batch_size(examples: int, most: int = 64) -> int:
-    """Return a batch size, at most `most`, that gives at least six steps per epoch if possible.
+def fitting_batch_size(examples: int, limit: int = 64) -> int:
+    """Return a batch size, at most `limit`, that gives at least six steps per epoch if possible.
 
     >>> fitting_batch_size(216), fitting_batch_size(10_000), fitting_batch_size(3)
     (32, 64, 1)
     """
-    return min(most, 2 ** int(math.log2(max(1, examples / 6))))
+    return min(limit, 2 ** int(math.log2(max(1, examples / 6))))
 
 
 class Task(ABC):
@@ -170,7 +170,7 @@ class Task(ABC):
         return batch
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Return the number of full batches in an epoch; each epoch drops other examples.
+        """Return the number of full batches in an epoch. Epochs drop different remaining examples.
 
         Raises:
             ValueError: If there are fewer examples than one batch contains.

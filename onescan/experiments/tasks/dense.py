@@ -86,17 +86,17 @@ class DenseTask(GridTask):
         if not (self.window or self.flip_axes):
             return batch
         generator = torch.Generator().manual_seed(seed)
-        sides = tuple(batch[0].shape[2:])
-        window = self.window or sides
+        sizes = tuple(batch[0].shape[2:])
+        window = self.window or sizes
         examples = []
-        for row, real in enumerate(_real_sides(batch)):
+        for row, real in enumerate(_real_sizes(batch)):
             box: list[Any] = [...]
             reverse: list[int] = []
-            for axis, (side, size) in enumerate(zip(real, window, strict=True)):
-                first = int(torch.randint(max(side - size, 0) + 1, (), generator=generator))
+            for axis, (length, size) in enumerate(zip(real, window, strict=True)):
+                first = int(torch.randint(max(length - size, 0) + 1, (), generator=generator))
                 is_mirrored = bool(torch.rand((), generator=generator) < 0.5)  # noqa: PLR2004
-                box.append(slice(first, min(first + size, side)))
-                reverse += [axis - len(sides)] * (is_mirrored and axis in self.flip_axes)
+                box.append(slice(first, min(first + size, length)))
+                reverse += [axis - len(sizes)] * (is_mirrored and axis in self.flip_axes)
             examples.append([part[row][tuple(box)].flip(reverse) for part in batch])
         return tuple(
             _padded(parts, value)
@@ -139,7 +139,7 @@ class DenseTask(GridTask):
         if not self.format.is_ragged:
             return self._scores(predict_large(model, inputs, self.window, self.overlap), grids)
         outputs = []
-        for row, real in enumerate(_real_sides(batch)):
+        for row, real in enumerate(_real_sizes(batch)):
             box: Any = (slice(row, row + 1), ..., *map(slice, real))
             outputs.append(predict_large(model, inputs[box], self.window, self.overlap)[0])
         return self._scores(_padded(outputs, 0.0, tuple(grids.shape[2:])), grids)
@@ -168,7 +168,7 @@ def mean_loss(rows: Rows) -> float:
     return ((rows["losses"].double() * positions).sum() / positions.sum()).item()
 
 
-def _real_sides(batch: Batch) -> list[tuple[int, ...]]:
+def _real_sizes(batch: Batch) -> list[tuple[int, ...]]:
     """Return the size of each example along each axis, without padding."""
     grids, _, *keep = batch
     if not keep:
@@ -178,11 +178,11 @@ def _real_sides(batch: Batch) -> list[tuple[int, ...]]:
     return list(zip(*lines, strict=True))
 
 
-def _padded(parts: Sequence[Tensor], value: float, sides: tuple[int, ...] | None = None) -> Tensor:
+def _padded(parts: Sequence[Tensor], value: float, sizes: tuple[int, ...] | None = None) -> Tensor:
     """Stack examples, completed to a size along the last axes, or to the largest of them."""
     shapes = zip(*(part.shape for part in parts), strict=True)
     shape = tuple(map(max, shapes))
-    shape = shape if sides is None else (*shape[: -len(sides)], *sides)
+    shape = shape if sizes is None else (*shape[: -len(sizes)], *sizes)
     padded = parts[0].new_full((len(parts), *shape), value)
     for row, part in enumerate(parts):
         inside: Any = (row, *map(slice, part.shape))

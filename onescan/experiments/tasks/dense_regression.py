@@ -24,7 +24,7 @@ from onescan.shapes import GridOutputs
 
 ROUNDING = 1e-12  # of a difference of sums in float64, relative to the sums
 
-ValueMaps = Float[Tensor, "B values *sides"]
+ValueMaps = Float[Tensor, "B values *axes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class DenseRegression(DenseTask):
         super().__init__(data, config)
         self.config = config
 
-    def known(self, maps: ValueMaps) -> Bool[Tensor, "B values *sides"]:
+    def known(self, maps: ValueMaps) -> Bool[Tensor, "B values *axes"]:
         return ~maps.isnan()
 
     def losses(self, scores: GridOutputs, maps: ValueMaps) -> tuple[PerExample, Int[Tensor, " B"]]:

@@ -30,7 +30,7 @@ class ClassifierOutput(NamedTuple):
     Attributes:
         pooled: Features that the classification head reads, or both heads.
         tokens: Output of the last block.
-        probabilities: Of the classes.
+        probabilities: Probability of each class.
     """
 
     pooled: Float[Tensor, "B F"]
@@ -121,8 +121,8 @@ class Gaussian(NamedTuple):
     """Mean and covariance of features.
 
     Attributes:
-        mean: Of each feature.
-        covariance: Unbiased.
+        mean: Mean of each feature.
+        covariance: Unbiased covariance matrix.
         samples: Number of images; None if unknown.
     """
 
@@ -217,7 +217,9 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> Frechet:
     13.0
     """
     if a.mean.shape != b.mean.shape:
-        raise ValueError(f"the sets have {len(a.mean)} and {len(b.mean)} features, expected equal")
+        raise ValueError(
+            f"the sets have {len(a.mean)} and {len(b.mean)} features, expected equal numbers"
+        )
     values, vectors = torch.linalg.eigh(a.covariance)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
     product = root @ b.covariance @ root

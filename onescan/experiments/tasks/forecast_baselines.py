@@ -12,7 +12,7 @@ from onescan.experiments.data.forecasting import WindowSet
 from onescan.inputs.forecast import Context, ForecastFormat, Future, Quantiles
 
 MAX_WINDOWS = 2_048  # of the training data
-ROUNDS = 3  # of replacing missing targets
+ROUNDS = 3  # of fitting, if missing targets are replaced by predictions
 BATCH = 1_024
 ALPHAS = (0.1, 1.0, 10.0, 100.0, 1_000.0)  # ridge penalties to choose from
 
@@ -78,9 +78,10 @@ class LinearForecast:
 def with_quantiles(
     forecast: Callable[[Context], Future], format: ForecastFormat, train: WindowSet, test: WindowSet
 ) -> Quantiles:
-    """Forecast the test windows; quantiles add those of the standardized training errors.
+    """Forecast quantiles of the test windows.
 
-    The median is the forecast itself.
+    They are the forecast plus the quantiles of its standardized training errors. The median is the
+    forecast itself.
     """
     errors = torch.cat(
         [format.targets(y, x) - format.targets(forecast(x), x) for x, y in batches(train)]
@@ -88,15 +89,15 @@ def with_quantiles(
     spread = errors.double().nanquantile(errors.new_tensor(format.quantiles).double(), dim=0)
     spread[format.median] = 0
     forecasts = []
-    for context, _ in batches(test, most=len(test)):
+    for context, _ in batches(test, limit=len(test)):
         _, std = format.scale(context)
         forecasts.append(forecast(context)[:, None] + spread * std[:, None])
     return torch.cat(forecasts)
 
 
-def batches(windows: WindowSet, most: int = MAX_WINDOWS) -> Iterator[tuple[Context, Future]]:
-    """Yield the contexts and futures of at most `most` windows, spread evenly."""
-    count = min(len(windows), most)
+def batches(windows: WindowSet, limit: int = MAX_WINDOWS) -> Iterator[tuple[Context, Future]]:
+    """Yield the contexts and futures of at most `limit` windows, spread evenly."""
+    count = min(len(windows), limit)
     indices = [i * len(windows) // count for i in range(count)]
     for start in range(0, count, BATCH):
         values, *_ = windows.read(

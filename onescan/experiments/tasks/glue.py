@@ -111,7 +111,7 @@ def compute_metric(metric: Metric, labels: Tensor, predictions: Tensor) -> float
     """Compare predictions with labels.
 
     Args:
-        metric: Name of the metric. f1 is that of class 1, and 0 if neither side contains it.
+        metric: Name of the metric. f1 is that of class 1; 0 if it never occurs.
         labels: Classes or numbers, of shape [B].
         predictions: Classes or numbers, of shape [B].
     """
@@ -119,20 +119,20 @@ def compute_metric(metric: Metric, labels: Tensor, predictions: Tensor) -> float
 
     classes: dict[Metric, Callable[..., Any]] = {
         "accuracy": metrics.accuracy_score,
-        "f1": lambda *sides: metrics.f1_score(*sides, zero_division=0.0),
+        "f1": lambda *pair: metrics.f1_score(*pair, zero_division=0.0),
         "matthews_correlation": metrics.matthews_corrcoef,
     }
-    sides = labels.numpy(), predictions.numpy()
+    pair = labels.numpy(), predictions.numpy()
     if metric in classes:
-        return float(classes[metric](*sides))
+        return float(classes[metric](*pair))
     return _correlation(metric, labels, predictions)
 
 
 def _correlation(metric: Metric, labels: Tensor, estimates: Tensor) -> float:
-    """Return Pearson's or Spearman's correlation, or 0 if one side is constant."""
+    """Return Pearson's or Spearman's correlation, or 0 if either tensor is constant."""
     from scipy import stats  # type: ignore[import-untyped]
 
-    if any((side == side[0]).all() for side in (labels, estimates)):
+    if any((x == x[0]).all() for x in (labels, estimates)):
         return 0.0
     correlate = stats.pearsonr if metric == "pearson" else stats.spearmanr
     return float(correlate(labels.double().numpy(), estimates.double().numpy()).statistic)

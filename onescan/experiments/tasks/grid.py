@@ -54,10 +54,10 @@ CONFIGS: dict[TargetKind, str] = {
 
 def check_target(config: TaskConfig, data: ImageSplits | ArraySplits, kind: TargetKind) -> None:
     """Raise ValueError if the data has targets of another kind than the task learns."""
-    if (found := data.target.kind) != kind:
+    if (actual := data.target.kind) != kind:
         raise ValueError(
-            f"task is {named_type(config)}, but the target of each example is {READ_AS[found]}, "
-            f"expected {CONFIGS[found]}; data.target sets how y is read"
+            f"task is {named_type(config)}, but the target of each example is {READ_AS[actual]}, "
+            f"expected {CONFIGS[actual]}; data.target sets how y is read"
         )
 
 
@@ -78,7 +78,7 @@ class GridTask(Task):
         self.class_names = data.class_names
         self.test_batch_size = evaluation_batch_size
         self.reads_share = False
-        self.is_wide = isinstance(data.train, ArrayDataset) and data.train.dtype == np.float64
+        self.is_float64 = isinstance(data.train, ArrayDataset) and data.train.dtype == np.float64
         self.augmentation = augment and augment.build()
         self.check_equal_sizes(augment=augment)
 
@@ -118,7 +118,7 @@ class GridTask(Task):
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         """Move a batch to the device; float64 is standardized before, and moved as float32."""
         images, *others = batch
-        if self.is_wide and images.dtype == torch.float64:
+        if self.is_float64 and images.dtype == torch.float64:
             images = self._standardized(images)
         return super().to_device((images, *others), device)
 
@@ -135,7 +135,7 @@ class GridTask(Task):
     def _model_input(self, images: Tensor) -> Tensor:
         """Standardize this rank's shard of images, unless `to_device` has standardized them."""
         shard = images if self.reads_share else self.share.cut(images, axis=2)
-        is_standardized = self.is_wide and shard.dtype != torch.float64
+        is_standardized = self.is_float64 and shard.dtype != torch.float64
         return shard if is_standardized else self._standardized(shard)
 
     def _apply(self, model: nn.Module, batch: Batch) -> Any:

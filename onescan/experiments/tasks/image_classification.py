@@ -69,10 +69,12 @@ class ImageClassificationConfig(TaskConfig):
         if len(data.class_names) < MIN_CLASSES:
             raise ValueError("the data has one class, expected at least two")
         if self.teacher is None and self.distillation != DistillationConfig():
-            raise ValueError("task.distillation is set, but task.teacher is None, expected one")
+            raise ValueError(
+                "task.distillation is set, but task.teacher is None, expected a teacher"
+            )
         if self.teacher is not None and not isinstance(data, ImageSplits):
             raise ValueError(
-                f"task.teacher is {self.teacher!r}, expected None: the data are not images"
+                f"task.teacher is {self.teacher!r}, expected None, because the data are not images"
             )
         return ImageClassification(self, data)
 
@@ -151,7 +153,7 @@ class ImageClassification(GridTask):
             return logits, logits
         if self.distillation is None:
             raise ValueError(
-                "the model has a distillation token, but task.teacher is None, expected one"
+                "the model has a distillation token, but task.teacher is None, expected a teacher"
             )
         logits, distilled = (self._checked(part, images) for part in output)
         return logits, distilled

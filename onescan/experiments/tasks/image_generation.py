@@ -93,7 +93,7 @@ class ImageGenerationConfig(TaskConfig):
         if isinstance(data.format, LatentFormat):
             for name in ("augment", "classifier"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"task.{name} is given, but the data are latents, not images")
+                    raise ValueError(f"task.{name} is set, but the data are latents, expected None")
         return ImageGeneration(self, data)
 
 
@@ -260,8 +260,8 @@ class ImageGeneration(Task):
             return output, None
         if output.shape != (len(noisy), 2 * channels, *noisy.shape[2:]):
             raise ValueError(
-                f"the model gives {tuple(output.shape)} for noisy images of {tuple(noisy.shape)}, "
-                "expected the same shape, or twice the channels"
+                f"the model returns shape {tuple(output.shape)} for noisy images of shape "
+                f"{tuple(noisy.shape)}, expected the same shape, or twice the channels"
             )
         if self.noising.is_flow:
             raise ValueError(

@@ -90,12 +90,12 @@ class LanguageModelling(Task):
         With a share, return only those of its tokens. The batch may contain only these tokens.
         """
         tokens, documents = batch
-        own = self.share.slice(documents.shape[1] - 1)
+        shard = self.share.slice(documents.shape[1] - 1)
         if tokens.shape == documents.shape:
-            tokens = tokens[:, own.start : own.stop + 1]
+            tokens = tokens[:, shard.start : shard.stop + 1]
         packing = packing_of_documents(documents[:, :-1], tokens.device)
         logits, _ = model(tokens[:, :-1], cu_seqlens=packing)
-        has_label = _has_label(documents)[:, own].to(tokens.device, non_blocking=True)
+        has_label = _has_label(documents)[:, shard].to(tokens.device, non_blocking=True)
         self.tokenizer.check_vocabulary(logits.shape[-1])
         return logits, tokens[:, 1:].where(has_label, IGNORE_INDEX)
 
@@ -144,10 +144,10 @@ class MaskedLanguageModellingConfig(TaskConfig):
         ):
             raise ValueError(
                 f"task.mask_replace_prob is {self.mask_replace_prob} and task.random_replace_prob "
-                f"is {self.random_replace_prob}, expected two probabilities of at most 1 in sum"
+                f"is {self.random_replace_prob}, expected two probabilities whose sum is at most 1"
             )
         if data.tokenizer.mask is None:
-            raise ValueError(f"data.tokenizer {data.tokenizer.name!r} has no mask")
+            raise ValueError(f"data.tokenizer {data.tokenizer.name!r} has no mask token")
         return MaskedLanguageModelling(self, data)
 
     def check_model(self, model: ModelConfig) -> None:
@@ -304,7 +304,7 @@ def token_rows(
     text: Int[Tensor, "B row"],
     tokenizer: Tokenizer,
 ) -> Rows:
-    """Return sums over the labels of each row: losses, right predictions, tokens and bytes.
+    """Return sums over the labels of each row: losses, correct predictions, tokens and bytes.
 
     Args:
         logits: Logits of this rank's tokens, [B, T, vocabulary].

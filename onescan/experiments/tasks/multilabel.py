@@ -15,7 +15,7 @@ from onescan.experiments.tasks.base import Evaluation, Rows, TaskConfig
 from onescan.experiments.tasks.grid import RowTask, check_target, mean
 from onescan.shapes import Logits
 
-THRESHOLD = 0.5  # probability from which a label is predicted
+THRESHOLD = 0.5  # probability above which a label is predicted
 
 PositiveWeight = Literal["none", "balanced"]
 Table = Shaped[Tensor, "N labels"]
@@ -60,9 +60,9 @@ class MultilabelClassification(RowTask):
         self.positive_weight: Float[Tensor, " labels"] | None = None
         if config.positive_weight == "balanced":
             assert isinstance(data.train, ArrayDataset)
-            labels = data.train.labels[data.train.places]
-            have = labels.sum(dim=0)
-            weight = torch.where(have > 0, (len(labels) - have) / have.clamp(min=1), 1.0)
+            labels = data.train.labels[data.train.indices]
+            support = labels.sum(dim=0)
+            weight = torch.where(support > 0, (len(labels) - support) / support.clamp(min=1), 1.0)
             self.positive_weight = weight.float()
 
     def losses(

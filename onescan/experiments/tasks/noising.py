@@ -43,8 +43,8 @@ class Noising:
         betas = make_betas(config)
         alphas = (1 - betas).cumprod(0)  # of all steps up to each
         previous = torch.cat([torch.ones(1, dtype=torch.float64), alphas[:-1]])
-        # Variance of q(x_{t-1} | x_t, x_0). It is 0 at the first step, so that the logarithm takes
-        # the second step's.
+        # Variance of q(x_{t-1} | x_t, x_0). It is 0 at the first step, where the logarithm uses
+        # that of the second step.
         min_variance = betas * (1 - previous) / (1 - alphas)
         min_variance[0] = min_variance[1]
         self.tables = {

@@ -20,7 +20,7 @@ from onescan.shapes import GridOutputs
 MAX_LISTED = 10  # classes with metrics of their own; reports show all
 SMOOTHING = 1e-5  # of the Dice loss, in positions
 
-ClassMaps = Int[Tensor, "B *sides"]
+ClassMaps = Int[Tensor, "B *axes"]
 Counts = Int[Tensor, "N classes"]
 
 
@@ -65,7 +65,7 @@ class Segmentation(DenseTask):
         self.config = config
         self.weights = _weights(config, data)
 
-    def known(self, maps: ClassMaps) -> Bool[Tensor, "B *sides"]:
+    def known(self, maps: ClassMaps) -> Bool[Tensor, "B *axes"]:
         return maps != IGNORED
 
     def losses(self, scores: GridOutputs, maps: ClassMaps) -> tuple[PerExample, Int[Tensor, " B"]]:

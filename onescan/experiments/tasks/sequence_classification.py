@@ -38,8 +38,8 @@ class SequenceClassificationConfig(TaskConfig):
             )
         if self.label_smoothing and not data.class_names:
             raise ValueError(
-                f"task.label_smoothing is {self.label_smoothing}, expected 0: the data's labels "
-                "are numbers"
+                f"task.label_smoothing is {self.label_smoothing}, expected 0, because the "
+                "labels of the data are numbers"
             )
         check_positive(**{"task.evaluation_batch_size": self.evaluation_batch_size})
         return SequenceClassification(self, data)
@@ -101,16 +101,16 @@ class SequenceClassification(Task):
         scores = model(tokens, keep, segments=segments[0] if segments else None)
         classes = len(self.class_names) or 1
         if scores.shape != (len(tokens), classes):
-            of = f"of {classes} classes" if self.class_names else "to estimate one number of each"
+            what = f"of {classes} classes" if self.class_names else "to estimate one number of each"
             raise ValueError(
                 f"the model gives scores of shape {tuple(scores.shape)} for {len(tokens)} "
-                f"sequences {of}; expected model.num_classes {classes}"
+                f"sequences {what}; expected model.num_classes {classes}"
             )
         return scores.float()
 
 
 def _correlation(estimates: Numbers, numbers: Numbers) -> float:
-    """Return Pearson's correlation, or 0 if one side is constant."""
-    x, y = (side.double() - side.double().mean() for side in (estimates, numbers))
+    """Return Pearson's correlation, or 0 if either tensor is constant."""
+    x, y = (each.double() - each.double().mean() for each in (estimates, numbers))
     lengths = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
     return float(x @ y / lengths) if lengths > 0 else 0.0

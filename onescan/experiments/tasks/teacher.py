@@ -59,17 +59,17 @@ class Teacher:
         """
         data_classes, teacher_classes = len(class_names), len(self.class_names)
         if teacher_classes != data_classes:
-            raise self._mismatch(f"has {teacher_classes} classes, the data has {data_classes}")
+            raise self._mismatch(f"has {teacher_classes} classes, but the data has {data_classes}")
         same_names = self.is_run or not {*self.class_names}.isdisjoint(class_names)
         for i, (teacher_name, data_name) in enumerate(
             zip(self.class_names, class_names, strict=True)
         ):
             if same_names and teacher_name != data_name:
                 raise self._mismatch(
-                    f"calls class {i} {teacher_name!r}, the data calls it {data_name!r}"
+                    f"calls class {i} {teacher_name!r}, but the data calls it {data_name!r}"
                 )
         if self.format.channels != format.channels:
-            channels = f"{self.format.channels} channels, the data has {format.channels}"
+            channels = f"{self.format.channels} channels, but the data has {format.channels}"
             raise self._mismatch(f"reads images of {channels}")
 
     def _mismatch(self, problem: str) -> ValueError:

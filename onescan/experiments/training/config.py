@@ -104,13 +104,15 @@ class TrainingConfig:
             self._check_ramp(self.initial_batch_size)
         elif self.batch_size_ramp != type(self).batch_size_ramp:
             raise ValueError(
-                f"training.batch_size_ramp is {self.batch_size_ramp}, but requires "
+                f"training.batch_size_ramp is {self.batch_size_ramp}, which requires "
                 "training.initial_batch_size"
             )
         check_choice("training.precision", self.precision, get_args(RunPrecision))
         check_choice("training.schedule", self.schedule, get_args(Schedule))
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"training.betas is {self.betas}, expected two from 0 to below 1")
+            raise ValueError(
+                f"training.betas is {self.betas}, expected two numbers from 0 to below 1"
+            )
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"training.ema_decay is {self.ema_decay}, expected between 0 and 1")
         check_choice("training.reported_weights", self.reported_weights, get_args(ReportedWeights))
@@ -233,11 +235,11 @@ class RunConfig:
             raise ValueError(f"name is {self.name!r}, expected a relative path below runs/")
         self.task.check_model(self.model)
         if self.transfer is not None and self.init_from is None:
-            raise ValueError("transfer is set, but init_from is None, expected a teacher")
+            raise ValueError("transfer is set, but init_from is None, expected the teacher")
         if self.transfer is not None and self.machine.fsdp:
             raise ValueError(
-                "machine.fsdp is True with transfer, expected False: attention transfer calls "
-                "mixers outside their blocks"
+                "machine.fsdp is True with transfer, expected False, because attention transfer "
+                "calls mixers outside their blocks"
             )
 
     def build_task(self, data: DataConfig | None = None) -> Task:

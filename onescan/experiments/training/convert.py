@@ -86,7 +86,7 @@ def convert(
             "onescan.load(...).model"
         )
     if out is not None and Path(out).exists() and not _is_empty(Path(out)):
-        raise ValueError(f"out is {str(out)!r}, which exists, expected a new folder")
+        raise ValueError(f"out is {str(out)!r}, which is not empty, expected a new folder")
     if to != "onescan" and num_heads is not None:
         raise ValueError(f"num_heads is {num_heads} with to={to!r}, expected None")
     model, write = _import(source, num_heads) if to == "onescan" else _export(source, to)
@@ -235,7 +235,7 @@ def _load(source: str | Path | nn.Module) -> _Native:
     return native
 
 
-def image_processor(form: ImageFormat) -> Any:
+def image_processor(format: ImageFormat) -> Any:
     """Return an image processor of transformers that prepares color images according to a format.
 
     Raises:
@@ -243,25 +243,25 @@ def image_processor(form: ImageFormat) -> Any:
     """
     from transformers import CLIPImageProcessor, ViTImageProcessor  # slow
 
-    if form.channels != 3:  # noqa: PLR2004
+    if format.channels != 3:  # noqa: PLR2004
         raise ValueError(
-            f"the images have {form.channels} channel, expected 3: transformers' image processors "
-            "read color images"
+            f"the images have {format.channels} channel, expected 3: transformers' image "
+            "processors read color images"
         )
-    size = {"height": form.height, "width": form.width}
+    size = {"height": format.height, "width": format.width}
     options: dict[str, Any] = {
         "resample": Image.Resampling.BICUBIC,
-        "image_mean": list(form.mean),
-        "image_std": list(form.std),
+        "image_mean": list(format.mean),
+        "image_std": list(format.std),
     }
-    if form.crop is None:
+    if format.crop is None:
         return ViTImageProcessor(size=size, **options)
-    if form.height != form.width:
+    if format.height != format.width:
         raise ValueError(
-            f"the images have crop {form.crop} and size {tuple(size.values())}, expected crop None "
-            "or a square"
+            f"the images have crop {format.crop} and size {tuple(size.values())}, expected crop "
+            "None or a square"
         )
-    shorter = round(form.height / form.crop)
+    shorter = round(format.height / format.crop)
     return CLIPImageProcessor(size={"shortest_edge": shorter}, crop_size=size, **options)
 
 
@@ -294,28 +294,28 @@ def _write_run(
     pixels = _pixels(fields, folder, height)
     if len(pixels["mean"]) != model.config.channels:
         raise ValueError(
-            f"the source has {model.config.channels} channel, but its {PREPROCESSOR} states no "
-            "image_mean and image_std of as many numbers"
+            f"the source has {model.config.channels} channel, but its {PREPROCESSOR} has no "
+            "image_mean and image_std with one number per channel"
         )
     names = fields.get("id2label") or fields.get("label_names") or range(model.config.num_classes)
     if isinstance(names, Mapping):
         names = [label for _, label in sorted(names.items(), key=lambda item: int(item[0]))]
     class_names = tuple(map(str, names))
-    form = ImageFormat(channels=model.config.channels, height=height, width=width, **pixels)
+    format = ImageFormat(channels=model.config.channels, height=height, width=width, **pixels)
     data = ImageDatasetConfig(
         path=NO_DATA,
         class_names=class_names,
         image_size=(height, width),
-        channels=1 if form.channels == 1 else 3,
-        mean=form.mean,
-        std=form.std,
-        test_crop=form.crop,
+        channels=1 if format.channels == 1 else 3,
+        mean=format.mean,
+        std=format.std,
+        test_crop=format.crop,
     )
     task = ImageClassificationConfig()
     manifest = Manifest(
         onescan=__version__,
         run=RunConfig(name=name, model=model.config, data=data, task=task),
-        format=form,
+        format=format,
         class_names=class_names,
         examples=0,
         environments=(),
@@ -341,7 +341,7 @@ def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict
     if not {"image_mean", "image_std"} <= settings.keys():
         log.warning(
             "note: the source does not state the mean and standard deviation of its images, so "
-            "those of ImageNet are used; a %s in its folder would state them",
+            "those of ImageNet are used; to set others, add a %s to its folder",
             PREPROCESSOR,
         )
     pixels["mean"] = tuple(settings.get("image_mean", pixels["mean"]))

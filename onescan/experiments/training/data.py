@@ -120,7 +120,7 @@ def share_of_batch(settings: TrainingConfig, machine: MachineConfig, ranks: Rank
 
 
 class _Reader(Dataset[LoadedBatch | Exception]):
-    """Reads in the worker; returns errors, because torch would wrap a raised one in a traceback."""
+    """Reads in the worker. Returns errors, because torch would add a traceback to raised ones."""
 
     def __init__(self, data: DataSet) -> None:
         self.data = data

@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 CPU = torch.device("cpu")
 GLOO_GRACE_S = 0.2
 TIMEOUT_S = 1800.0
-# in messages of gloo, NCCL and torch's store
+# parts of the messages of gloo, NCCL and torch's store
 LOST_SIGNS = (
     *("by peer", "Broken pipe", "Connection refused", "imed out", "imeout"),
     *("remote process", "aborted", "got 0 bytes"),
@@ -170,7 +170,7 @@ def joined(device: str = "auto", *, timeout: float = TIMEOUT_S) -> Iterator[Rank
     )
     on_gpu = choose_device(device, ranks).type == "cuda"
     store, rank, size = next(rendezvous("env://"))
-    # with one prefix per restart, torch does not find the addresses of killed processes
+    # one prefix per restart, so that torch does not find the addresses of killed processes
     store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     limit = timedelta(seconds=timeout)
@@ -289,7 +289,9 @@ def choose_device(name: str, ranks: Ranks) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"machine.device is {name!r}, but there is no GPU that torch can use")
     if ranks.size > 1 and device.index is not None:
-        raise ValueError(f"machine.device is {name!r}, but each process has its own: expected cuda")
+        raise ValueError(
+            f"machine.device is {name!r}, but each process needs its own GPU, expected cuda"
+        )
     index, count = device.index or ranks.local, torch.cuda.device_count()
     if index >= count:
         raise ValueError(f"machine.device is {name!r}, but the last GPU has index {count - 1}")
@@ -347,9 +349,9 @@ def gradient_sync(model: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 
 class Interrupts:
-    """A context that notes SIGINT and SIGTERM in `requested`; a second Ctrl-C stops at once.
+    """A context that records SIGINT and SIGTERM in `requested`; a second Ctrl-C stops at once.
 
-    In other threads than the main one, which receives all signals, it does nothing.
+    Outside the main thread, which receives all signals, it does nothing.
 
     Args:
         message: Logged when the first signal arrives.

@@ -118,7 +118,7 @@ def encode(
     _check_folder(out)
     splits = data.build()
     if isinstance(splits.train, ImageStream):
-        raise ValueError("data.streaming is on, expected it off: images are read by index")
+        raise ValueError("data.streaming is on, expected off, because images are read by index")
     sets = {
         split: _Readable(getattr(splits, split), splits.format, skip=data.on_error == "skip")
         for split in SPLITS
@@ -149,16 +149,18 @@ def encode(
             work.encode(encoder, choose_workers(workers, images), progress=progress)
             shards[split] = work.sizes(range(work.shards))
             if not sum(shards[split]):
-                raise ValueError(f"none of the images of {split} can be read")
+                raise ValueError(f"none of the images in the split {split} can be read")
             if unreadable := len(images) - sum(shards[split]):
-                noted.append(f"{unreadable:,} of {len(images):,} images of {split} cannot be read")
+                noted.append(
+                    f"{unreadable:,} of {len(images):,} images in the split {split} cannot be read"
+                )
         write_json(out / NOTES, contents | {"shards": shards, "notes": noted})
     return read_notes(out)
 
 
 @dataclass(frozen=True)
 class _Readable(DataSet):
-    """Images of which unreadable ones may be left out, even if no image of a batch can be read."""
+    """Images, without unreadable ones if `skip`, even if no image of a batch can be read."""
 
     images: ImageSet
     format: ImageFormat
@@ -174,8 +176,8 @@ class _Readable(DataSet):
         except ValueError as error:
             if not self.skip:
                 raise
-            form = self.format
-            none = torch.zeros(0, form.channels, form.height, form.width, dtype=torch.uint8)
+            format = self.format
+            none = torch.zeros(0, format.channels, format.height, format.width, dtype=torch.uint8)
             return LoadedBatch((none, torch.zeros(0, dtype=torch.long)), (str(error),))
 
 
@@ -228,13 +230,13 @@ class _SplitEncoder:
     def _encode_batch(
         self, encoder: "Encoder", images: Tensor, labels: Tensor
     ) -> Mapping[str, Tensor]:
-        names, form = self.notes.parts(self.split), self.notes.format
+        names, format = self.notes.parts(self.split), self.notes.format
         if len(labels):
             values = encoder(images)
             if FLIPPED_MEAN in names:
                 values = (*values, *encoder(images.flip(-1)))
         else:  # no image of the batch could be read
-            values = (torch.zeros(0, form.channels, form.height, form.width),) * len(names)
+            values = (torch.zeros(0, format.channels, format.height, format.width),) * len(names)
         dtype = getattr(torch, self.notes.dtype)
         encoded = {name: x.to(dtype).cpu() for name, x in zip(names, values, strict=True)}
         return {LABELS: labels} | encoded
@@ -244,8 +246,8 @@ class _SplitEncoder:
         for name, values in tensors.items():
             if not values.isfinite().all():
                 raise ValueError(
-                    f"dtype is {self.notes.dtype!r}, expected one of larger range: {name} does not "
-                    "fit into it"
+                    f"dtype is {self.notes.dtype!r}, which cannot represent all values of {name}, "
+                    "expected one with a larger range"
                 )
         save_weights(shard_path(self.out, self.split, shard), tensors, {})
 
@@ -274,8 +276,8 @@ class Encoder:
         mean, std = posterior.mean.float(), (posterior.logvar.float() / 2).exp()
         if not (mean.isfinite().all() and std.isfinite().all()):
             raise ValueError(
-                f"precision is {self.precision}, in which the latents are not finite, expected "
-                "one of larger range" + (": try float32" if self.precision != "float32" else "")
+                f"precision is {self.precision}, in which the latents are not finite"
+                + ("; try float32" if self.precision != "float32" else "; check the VAE's weights")
             )
         return mean, std
 
@@ -296,14 +298,14 @@ def _latent_format(vae: Any, name: str, images: ImageFormat) -> LatentFormat:
             f"data.image_size is {(images.height, images.width)}, expected multiples of {stride}, "
             f"the stride of {name}"
         )
-    place = Path(name).expanduser()
+    path = Path(name).expanduser()
     return LatentFormat(
         channels=vae.config.latent_channels,
         height=images.height // stride,
         width=images.width // stride,
         scale=float(vae.config.scaling_factor),
         shift=float(vae.config.shift_factor or 0),
-        vae=str(place.absolute()) if place.is_dir() else name,
+        vae=str(path.absolute()) if path.is_dir() else name,
     )
 
 
@@ -327,7 +329,7 @@ def _source(data: ImageDatasetConfig) -> dict[str, Any]:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ValueError if a path is a file, or a folder of other things."""
+    """Raise ValueError if a path is a file, or a folder that holds anything but latents."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out is '{out}', which is a file, expected a folder for the latents")
     if not out.exists() or (out / NOTES).exists():
@@ -357,7 +359,7 @@ def _claim(out: Path, contents: dict[str, Any]) -> None:
     if differences:
         more = len(differences) - MAX_DIFFERENCES
         raise ValueError(
-            f"{out} holds latents of something else: {', '.join(differences[:MAX_DIFFERENCES])}"
+            f"{out} holds other latents: {', '.join(differences[:MAX_DIFFERENCES])}"
             + (f", and {more} more" if more > 0 else "")
             + "; choose another folder"
         )

@@ -44,19 +44,19 @@ def evaluate(
     ranks = ranks or Ranks()
     sizes: list[int] = []  # examples of each batch, of all processes
 
-    def own_batches() -> Iterator[BatchPlan]:
+    def rank_batches() -> Iterator[BatchPlan]:
         for group in batched(task.test_batches(), ranks.data_size):
             sizes.extend(len(batch.examples) for batch in group)
             # in the last round, processes without a batch of their own repeat one
             yield group[min(ranks.data_rank, len(group) - 1)]
 
     device = next(model.parameters()).device
-    loader = Loader(task.test, own_batches(), workers=workers, pin=device.type == "cuda")
+    loader = Loader(task.test, rank_batches(), workers=workers, pin=device.type == "cuda")
     with closing(loader), eval_mode(model):
         batches = _with_progress(loader, task, ranks) if progress else loader
         parts = [_predict(model, task, batch, precision, device) for batch in batches]
-    everyone = ranks.gather(parts)[:: ranks.sequence]  # equal on the ranks of a sequence
-    ordered = [everyone[i % ranks.data_size][i // ranks.data_size] for i in range(len(sizes))]
+    all_parts = ranks.gather(parts)[:: ranks.sequence]  # equal on the ranks of a sequence
+    ordered = [all_parts[i % ranks.data_size][i // ranks.data_size] for i in range(len(sizes))]
     if not ordered:
         raise ValueError("there are no held-out examples to evaluate the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
@@ -76,12 +76,12 @@ def make_picture(model: nn.Module, task: Task, *, precision: Precision = "float3
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode inside the context."""
-    was = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        for module, training in was.items():
+        for module, training in modes.items():
             module.training = training
 
 

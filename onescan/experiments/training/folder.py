@@ -243,7 +243,7 @@ def _changes(before: Environment, now: Environment) -> tuple[str, ...]:
         if field.name != "since_step"
     }
     return tuple(
-        f"{name} was {_shown(old)}, is {_shown(new)}"
+        f"{name} was {_shown(old)} and is now {_shown(new)}"
         for name, (old, new) in pairs.items()
         if old != new
     )
@@ -310,7 +310,7 @@ def check_same_data(manifest: Manifest, task: Task, folder: Path, *, resume: boo
     """Check that a run's task, built again, has the same classes in order, target and format.
 
     Args:
-        manifest: Of the run.
+        manifest: Manifest of the run.
         task: Task on the data as it is now.
         folder: Folder of the run, for the message.
         resume: Whether the run is to be resumed, which also requires the same number of training
@@ -392,7 +392,7 @@ def _check_same_run(folder: Path, manifest: Manifest, run: RunConfig) -> None:
     more = f", and {len(differences) - len(listed)} more" if len(differences) > len(listed) else ""
     hint = ""
     if all(path.startswith(CONTINUED) for path, *_ in differences) and (folder / WEIGHTS).exists():
-        hint = f"; to train on from its weights, choose another folder and set init_from='{folder}'"
+        hint = f"; to continue from its weights, choose another folder and set init_from='{folder}'"
     raise OtherRunError(
         f"{folder} holds another run: {', '.join(listed)}{more}; choose another folder, "
         f"or pass overwrite=True to remove the run in it{hint}",

@@ -43,7 +43,7 @@ def init_from(name: str, model: nn.Module, class_names: tuple[str, ...] = ()) ->
     other = source.model
     if source.class_names != class_names and set(source.class_names) == set(class_names):
         raise ValueError(
-            f"init_from is {name!r}, whose classes are in another order than the data: "
+            f"init_from is {name!r}, whose classes are in another order than those of the data: "
             f"{', '.join(source.class_names)} instead of {', '.join(class_names)}"
         )
     source_weights, target_weights = other.state_dict(), model.state_dict()

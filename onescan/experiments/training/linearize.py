@@ -185,7 +185,7 @@ def linearize(
     transferring = _Phase("attention transfer", "transfer_learning_rate", transfer_learning_rate)
     training = _Phase("training", "learning_rate", learning_rate)
     device = next(model.parameters()).device
-    batches = _moved(_repeated(data), device)
+    batches = _on_device(_repeated(data), device)
     was_training = model.training
     try:
         if steps and transfer_steps:  # a mistake in the loss should not be found after transfer
@@ -251,19 +251,19 @@ def _transfer(
         optimizer.zero_grad()
         batch = next(batches)
         with phase.reporting(step):
-            found = _compare(model, teachers, students, batch, run)
+            step_losses = _compare(model, teachers, students, batch, run)
         for name, student in students.items():
-            losses[name].append(phase.finite(found[student], "transfer loss", step))
+            losses[name].append(phase.finite(step_losses[student], "transfer loss", step))
         for layer in layers:
             norm = nn.utils.clip_grad_norm_(layer.parameters(), max_gradient_norm)
             phase.finite(norm.item(), "gradient of the transfer loss", step)
         optimizer.step()
         if report is not None:
-            report("transfer", step + 1, math.fsum(found.values()) / len(found))
+            report("transfer", step + 1, math.fsum(step_losses.values()) / len(step_losses))
     optimizer.zero_grad()
     for name, (first, *_, last) in losses.items() if steps > 1 else ():
         if last > FAR_ABOVE * max(first, 1):  # zeros have a loss of 1
-            reason = f"the transfer loss of {name} is {last:.3g}, and was {first:.3g} at step 1"
+            reason = f"the transfer loss of {name} is {last:.3g}, but was {first:.3g} at step 1"
             raise phase.divergence(steps, reason)
     phase.check_weights(layers, steps)
     return losses
@@ -281,7 +281,7 @@ def _compare(
     run: Callable[[nn.Module, Any], Any],
 ) -> dict[nn.Module, float]:
     """Compute the losses of all students on a batch, and accumulate their gradients."""
-    found: dict[nn.Module, list[float]] = {students[name]: [] for name in teachers.values()}
+    losses: dict[nn.Module, list[float]] = {students[name]: [] for name in teachers.values()}
 
     def hook_of(student: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -295,9 +295,9 @@ def _compare(
                 least = torch.finfo(torch.float32).tiny
                 loss = error.square().sum() / norm.square().sum().clamp(min=least)
                 loss.backward()
-            found[student].append(loss.item())
+            losses[student].append(loss.item())
             # a module with several names is called again
-            if len(found) == len(students) and all(found.values()):
+            if len(losses) == len(students) and all(losses.values()):
                 raise _FinishedError
 
         return hook
@@ -308,11 +308,11 @@ def _compare(
             hooks.callback(handle.remove)
         with suppress(_FinishedError):
             run(model, batch)
-    if missing := [name for name in teachers.values() if not found[students[name]]]:
+    if missing := [name for name in teachers.values() if not losses[students[name]]]:
         raise ValueError(
             f"the model did not use {min(missing)} on a batch of data; pass its name in exclude"
         )
-    return {student: math.fsum(losses) / len(losses) for student, losses in found.items()}
+    return {student: math.fsum(values) / len(values) for student, values in losses.items()}
 
 
 def _train(
@@ -369,8 +369,8 @@ def _checked_loss(loss_of: Loss, model: nn.Module, batch: Any) -> Tensor:
 
 def _tensor(output: Any) -> Tensor:
     """Return the output of an attention module, which may be the first of a tuple."""
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
 
 
 def _repeated(data: Iterable[Any]) -> Iterator[Any]:
@@ -388,17 +388,17 @@ def _repeated(data: Iterable[Any]) -> Iterator[Any]:
             raise ValueError(reason if epoch else "data has no batches")
 
 
-def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches, with their tensors on the device."""
 
-    def moved(x: Any) -> Any:
+    def move(x: Any) -> Any:
         if torch.is_tensor(x):
             return x.to(device, non_blocking=True)
         if isinstance(x, Mapping):
-            return {name: moved(value) for name, value in x.items()}
-        return type(x)(map(moved, x)) if type(x) in (tuple, list) else x
+            return {name: move(value) for name, value in x.items()}
+        return type(x)(map(move, x)) if type(x) in (tuple, list) else x
 
-    return map(moved, batches)
+    return map(move, batches)
 
 
 def _default_output(model: nn.Module, batch: Any) -> Any:

@@ -49,7 +49,7 @@ from onescan.nn.replace import Replacement, build_replacements
 from onescan.shapes import Tokens
 from onescan.zoo import resolve
 
-LENGTH, LEAST = 128, 6  # tokens per text: default maximum, and minimum
+DEFAULT_LENGTH, MIN_LENGTH = 128, 6  # tokens per text
 RESULTS = "linearize.json"
 NUMBERED = re.compile("LABEL_[0-9]+")
 IMAGES, MASKED, CLASSES = "ImageClassification", "MaskedLM", "SequenceClassification"
@@ -159,10 +159,10 @@ def _check(source: str, data: str, out: Path, config: LinearizeConfig) -> dict[s
     )
     if os.path.lexists(out):
         raise FileExistsError(f"{out} already exists, expected a new folder")
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {above}")
-    if (place := Path(resolve(source))).exists() and is_run(place):
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
+    if (run_path := Path(resolve(source))).exists() and is_run(run_path):
         raise ValueError(
             f"model {source!r} is a native onescan model, expected a transformers model; if it has "
             "softmax attention, use onescan train linearize_vit or linearize_gpt2"
@@ -223,7 +223,7 @@ def _load(source: str) -> tuple[Any, Any]:
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"its files lack {plural(len(missing), 'tensor')} of {type(model).__name__}, such "
-                f"as {missing[0]}; the head or the number of layers may be another one"
+                f"as {missing[0]}; they may belong to a model with another head or number of layers"
             )
         if name.endswith(IMAGES):
             processor = transformers.AutoImageProcessor.from_pretrained(source, **safe)
@@ -393,28 +393,28 @@ def _classify(model: Any, config: Any, splits: Any) -> tuple[Task, Adapter]:
 
 
 def _length(model: Any, length: int | None) -> int:
-    """Return the number of tokens per text, by default at most `LENGTH`.
+    """Return the number of tokens per text, by default at most `DEFAULT_LENGTH`.
 
     Raises:
         ValueError: If the model has fewer positions.
     """
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is None:
-        return length or LENGTH
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return length or DEFAULT_LENGTH
     for name, module in model.named_modules():
         first = getattr(module, "padding_idx", None)
         if name.rpartition(".")[2] == "position_embeddings" and first is not None:
-            most -= first + 1  # positions begin after the padding id
+            positions -= first + 1  # positions begin after the padding id
             break
-    if length is not None and length > most:
-        raise ValueError(f"length is {length}, but the model has {most} positions")
-    return length or min(LENGTH, most)
+    if length is not None and length > positions:
+        raise ValueError(f"length is {length}, but the model has {positions} positions")
+    return length or min(DEFAULT_LENGTH, positions)
 
 
 def _check_length(model: Any, tokenizer: Any, length: int) -> None:
     """Raise ValueError if the model cannot read a text of this many tokens."""
-    if length < LEAST:
-        raise ValueError(f"length is {length}, expected {LEAST} or more")
+    if length < MIN_LENGTH:
+        raise ValueError(f"length is {length}, expected {MIN_LENGTH} or more")
     token = max(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     tokens = torch.full((1, length), token)
     _try(model, f"a text of {length} tokens", input_ids=tokens, attention_mask=tokens * 0 + 1)
@@ -450,8 +450,8 @@ def _grid(model: Any, attention: str, format: ImageFormat) -> dict[str, Any]:
     patch = getattr(getattr(model.config, "vision_config", model.config), "patch_size", None)
     if patch is None or not seen:
         return {}
-    sides = zip((format.height, format.width), pair(patch), strict=True)
-    shape = tuple(side // size for side, size in sides)
+    sizes = zip((format.height, format.width), pair(patch), strict=True)
+    shape = tuple(pixels // patch_pixels for pixels, patch_pixels in sizes)
     prefix = seen[0] - math.prod(shape)
     return {"shape": shape, "prefix": prefix} if prefix >= 0 else {}
 

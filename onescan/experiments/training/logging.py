@@ -1,8 +1,8 @@
 """Logging of a run: metrics.jsonl, pictures, experiment trackers, progress bar and memory.
 
 No tracker shows a step twice when a run is resumed. TensorBoard drops the points that a killed run
-logged after its last checkpoint. trackio and wandb keep those points, and ignore the steps until
-after them. Without a network, wandb writes one folder per start.
+logged after its last checkpoint. trackio and wandb keep those points, and ignore the repeated
+steps. Without a network, wandb writes one folder per start.
 """
 
 import json
@@ -78,7 +78,7 @@ def _parse(content: bytes, source: str) -> dict[str, Any]:
         ):
             numbers = (line["step"], line["epoch"], *metrics.values())
             if all(number is None or is_number(number) for number in numbers):
-                return {name: math.nan if it is None else it for name, it in line.items()}
+                return {name: math.nan if x is None else x for name, x in line.items()}
     raise damaged(source, line, remedy)
 
 
@@ -235,7 +235,7 @@ def open_trackers(
             except ImportError:
                 raise
             except Exception as error:  # each tracker has its own types
-                raise OSError(f"{name}, of machine.trackers, does not start: {error}") from error
+                raise OSError(f"{name} in machine.trackers does not start: {error}") from error
         on_error.pop_all()
     return trackers
 
@@ -367,7 +367,7 @@ def memory_mib(device: torch.device) -> float:
     """Return the memory in use, in MiB.
 
     On a GPU, it is the peak of this process's tensors. Elsewhere it is the memory of this process
-    that is resident now; its peak if the system reports no more; or NaN.
+    that is resident now, its peak if the system reports only that, or NaN.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB

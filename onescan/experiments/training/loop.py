@@ -92,7 +92,7 @@ from onescan.experiments.training.state import TrainingState, last_state, restor
 from onescan.experiments.training.transfer import AttentionTransfer, Average
 from onescan.messages import printable
 
-OF_EMA = "ema_"  # prefix of the metrics of the EMA, if the raw weights are reported
+EMA_PREFIX = "ema_"  # prefix of the metrics of the EMA, if the raw weights are reported
 ESTIMATE_AFTER = 6  # steps; the first one is slow and does not count
 
 EnteredT = TypeVar("EnteredT")
@@ -259,7 +259,7 @@ class Loop:
                     self.save()
                 if self.is_over:
                     assert evaluation is not None
-                    if self.display.has_bar:  # which stays, with the last evaluation
+                    if self.display.has_bar:  # the bar stays, with the last evaluation
                         self.display.show(self.progress())
                     return evaluation
                 self.update(batches)
@@ -310,16 +310,17 @@ class Loop:
         first, end = self.plan.read(step), self.plan.read(step + 1)
         is_transfer = self.plan.is_transfer(step)
         parts: list[Batch] = []
-        unread, waiting = 0, 0.0
+        unreadable, waiting = 0, 0.0
         for i in range(end - first):
             batch = self.task.to_device(next(batches), self.device)
             if self.steps_since_start == i == 0:
                 self.display.write(self.summary(batch))
             parts += self.split(self.randomize(batch, i))
-            unread, waiting = unread + batches.unreadable, waiting + batches.waiting_s
+            unreadable += batches.unreadable
+            waiting += batches.waiting_s
         weights = self.weights(parts)
         metrics, norm = self.backward(parts, weights) if weights else ({"loss": 0.0}, 0.0)
-        means = self.ranks.mean(metrics | {"unreadable": unread})
+        means = self.ranks.mean(metrics | {"unreadable": unreadable})
         unreadable = round(means.pop("unreadable") * self.ranks.data_size)
         self.check_finite(loss=means["loss"])
         rate = self.plan.learning_rate(
@@ -355,7 +356,7 @@ class Loop:
         rows, shard = Share(ranks.data_rank, ranks.data_size), ranks.sequence_rank
         torch.manual_seed(shared_seed)
         batch = self.task.corrupt(self.task.augment(batch, rank_seed), shared_seed, rows)
-        if not ranks.is_first:  # whose dropout follows its noise
+        if not ranks.is_first:  # the first rank draws its dropout after its noise
             torch.manual_seed(derive_seed(rank_seed, "dropout", shard) if shard else rank_seed)
         return batch
 
@@ -470,10 +471,10 @@ class Loop:
             evaluation = self.evaluate_model()
             picture = make_picture(state.model, self.task, precision=self.precision)
         score = self.task.score(evaluation.metrics)
-        if state.second:
-            with state.second.swapped_into(state.model):
+        if state.additional_ema:
+            with state.additional_ema.swapped_into(state.model):
                 ema_metrics = self.evaluate_model().metrics
-            prefixed = {f"{OF_EMA}{name}": value for name, value in ema_metrics.items()}
+            prefixed = {f"{EMA_PREFIX}{name}": value for name, value in ema_metrics.items()}
             evaluation = replace(evaluation, metrics=evaluation.metrics | prefixed)
         self.metrics = evaluation.metrics
         self.shown_metrics |= {f"test_{name}": value for name, value in self.metrics.items()}
@@ -507,9 +508,9 @@ class Loop:
             self.records.sync()
         save_state(self.folder, self.state, self.ranks)
         self.save_weights(WEIGHTS)
-        if self.state.second:
-            with self.state.second.swapped_into(self.state.model):
-                self.save_weights(AVERAGE, OF_EMA)
+        if self.state.additional_ema:
+            with self.state.additional_ema.swapped_into(self.state.model):
+                self.save_weights(AVERAGE, EMA_PREFIX)
 
     def save_weights(self, name: str, prefix: str = "") -> None:
         """Write the weights to report to a file, with their metrics if they were evaluated.
@@ -524,7 +525,7 @@ class Loop:
         metrics = {
             metric.removeprefix(prefix): value
             for metric, value in self.metrics.items()
-            if is_current and metric.startswith(OF_EMA) == bool(prefix)
+            if is_current and metric.startswith(EMA_PREFIX) == bool(prefix)
         }
         notes = {"step": self.state.step, "metrics": metrics}
         self.ranks.first(lambda: save_weights(self.folder / name, weights, notes))
@@ -665,7 +666,9 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
     all_see_token = ranks.gather(sees_token)
     ranks.first(lambda: remove(token_file))
     if not all(all_see_token):
-        raise ValueError(f"{folder} is not on a disk that all processes share, as checkpoints need")
+        raise ValueError(
+            f"{folder} is not on a disk that all processes share, which checkpoints require"
+        )
 
 
 def _write_token(folder: Path) -> str:
@@ -688,7 +691,7 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
 def _finished(folder: Path) -> RunResult | None:
     """Return a finished run's result; None if its EMA can be recreated from the last state."""
     result = read_result(folder)
-    has_ema = result is not None and any(name.startswith(OF_EMA) for name in result.metrics)
+    has_ema = result is not None and any(name.startswith(EMA_PREFIX) for name in result.metrics)
     if has_ema and not (folder / AVERAGE).exists() and last_state(folder):
         return None
     return result

@@ -55,8 +55,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 class Plan(NamedTuple):
     """The length of a run, and the interval of its evaluations and checkpoints, in micro-batches.
 
-    A step reads one micro-batch, the batch itself, unless the batch size grows: then it reads as
-    many micro-batches of the initial size as the batch consists of.
+    A step reads one micro-batch, the batch itself, unless the batch size grows: then it
+    reads all micro-batches of the initial size that its batch consists of.
     """
 
     micro_batches: int
@@ -82,8 +82,8 @@ class Plan(NamedTuple):
         phase = round(length * total if length < 1 else length)
         if phase >= total:
             raise ValueError(
-                f"transfer.steps is {length:g}, expected fewer than all {total} steps, or a "
-                "fraction of them"
+                f"transfer.steps is {length:g}, expected fewer than the {total} steps of the run, "
+                "or a fraction of them"
             )
         return cls(
             transfer=phase,
@@ -187,7 +187,7 @@ def compute_settings(backend: Backend, matmul_precision: MatmulPrecision) -> Ite
     """Set the backend of the ops and the precision of float32 matrix products inside the context.
 
     Raises:
-        ValueError: If the backend is unknown, or "triton" without Triton or a GPU.
+        ValueError: If the backend is unknown, or is "triton" and Triton or a GPU is missing.
     """
     if backend == "triton" and (obstacle := why_no_kernels()):
         raise ValueError(f"backend is 'triton', but {obstacle}")
@@ -230,7 +230,7 @@ class EMA:
         self.tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
 
     def update(self, model: nn.Module, step: int) -> None:
-        """Average in the weights after `step` steps. Integer buffers are copied."""
+        """Update the averages with the weights after `step` steps. Integer buffers are copied."""
         decay = min(self.decay, (1 + step) / (10 + step))
         pairs = [
             (local_part(self.tensors[k]), local_part(t)) for k, t in model.state_dict().items()

@@ -35,13 +35,13 @@ class _ProcessedFormat(ImageFormat):
             width=header.width,
             crop=lambda width, height: (0.0, 0.0, float(width), float(height)),
         )
-        found = _resized(self.processor, to_bytes(pixels))
-        if found.shape != (self.channels, self.height, self.width):
+        resized = _resized(self.processor, to_bytes(pixels))
+        if resized.shape != (self.channels, self.height, self.width):
             raise ValueError(
-                f"becomes {tuple(found.shape)} in the image processor, expected "
+                f"becomes {tuple(resized.shape)} in the image processor, expected "
                 f"{(self.channels, self.height, self.width)}"
             )
-        return found
+        return resized
 
 
 def _processed(processor: Any, pixels: BytePixels, **options: Any) -> Tensor:
@@ -58,8 +58,8 @@ def _processed(processor: Any, pixels: BytePixels, **options: Any) -> Tensor:
 
 def _resized(processor: Any, pixels: BytePixels) -> Tensor:
     """Resize and crop an image as an image processor does."""
-    found = _processed(processor, pixels, do_rescale=False, do_normalize=False)
-    return found.float().round().clamp(0, 255).byte()
+    image = _processed(processor, pixels, do_rescale=False, do_normalize=False)
+    return image.float().round().clamp(0, 255).byte()
 
 
 def image_format(model: Any, processor: Any) -> _ProcessedFormat:
@@ -90,8 +90,8 @@ def image_format(model: Any, processor: Any) -> _ProcessedFormat:
         channels=channels, height=resized.shape[1], width=resized.shape[2], mean=mean, std=std,
         processor=processor,
     )  # fmt: skip
-    found = format.model_input(resized)
-    if not torch.allclose(found, expected.float(), rtol=1e-3, atol=1e-3 / min(std)):
+    actual = format.model_input(resized)
+    if not torch.allclose(actual, expected.float(), rtol=1e-3, atol=1e-3 / min(std)):
         raise ValueError(
             f"the model's image processor is {type(processor).__name__}, expected one that only "
             "resizes, crops, rescales and normalizes images"

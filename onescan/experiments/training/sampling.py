@@ -93,22 +93,22 @@ def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> 
             f"'{path}' was saved without its noise and sampler, expected a run or a folder of "
             "diffusers"
         )
-    task, model, form = config.task, run.model, run.format
+    task, model, format = config.task, run.model, run.format
     if not isinstance(model, Denoiser) or not isinstance(task, ImageGenerationConfig):
         kinds = f"{type(model).__name__}, trained by {type(task).__name__}"
         raise ValueError(f"'{path}' holds {kinds}, expected a Denoiser that generates images")
-    if not isinstance(form, ImageFormat | LatentFormat):
-        raise ValueError(f"'{path}' was trained on {type(form).__name__}, not on images")
-    if vae is not None and isinstance(form, ImageFormat):
+    if not isinstance(format, ImageFormat | LatentFormat):
+        raise ValueError(f"'{path}' was trained on {type(format).__name__}, not on images")
+    if vae is not None and isinstance(format, ImageFormat):
         raise ValueError(f"vae is {vae!r}, but '{path}' was trained on pixels, expected None")
     decoder = None
-    if isinstance(form, LatentFormat):
-        decoder = load_vae(vae or form.vae)
+    if isinstance(format, LatentFormat):
+        decoder = load_vae(vae or format.vae)
         scaling = float(decoder.config.scaling_factor), float(decoder.config.shift_factor or 0)
-        if scaling != (form.scale, form.shift):
+        if scaling != (format.scale, format.shift):
             raise ValueError(
-                f"vae is {vae or form.vae!r}, which scales and shifts latents by {scaling}, but "
-                f"'{path}' was trained with {(form.scale, form.shift)}"
+                f"vae is {vae or format.vae!r}, which scales and shifts latents by {scaling}, but "
+                f"'{path}' was trained with {(format.scale, format.shift)}"
             )
     run_sampler = task.sampler
     return to_diffusers(
@@ -117,7 +117,7 @@ def _load_from_run(path: Path, sampler: SamplerName | None, vae: str | None) -> 
         sampler=run_sampler
         if sampler is None
         else dataclasses.replace(run_sampler, sampler=sampler),
-        format=form,
+        format=format,
         class_names=run.class_names if model.config.num_classes else (),
         vae=decoder,
     )
@@ -259,7 +259,7 @@ def _generate(
 
 
 def _join(batches: Iterator[tuple[int, ImageBytes]], count: int) -> ImageBytes:
-    """Join all batches in one tensor without holding them in memory twice."""
+    """Join all batches into one tensor without holding them in memory twice."""
     first, images = next(batches)
     joined = images.new_empty(count, *images.shape[1:])
     joined[first : first + len(images)] = images

@@ -84,7 +84,7 @@ class TrainingState:
         return self.ema.swapped_into(self.model) if self.ema and self.reports_ema else nullcontext()
 
     @property
-    def second(self) -> EMA | None:
+    def additional_ema(self) -> EMA | None:
         """The EMA, if it is evaluated and saved in addition to the raw weights."""
         return None if self.reports_ema else self.ema
 

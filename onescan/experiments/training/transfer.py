@@ -4,7 +4,7 @@ L = mean over layers of sum_t |m'(x_t) - m(x_t)|^2 / sum_t |m(x_t)|^2
 
 m and m' are the mixers of teacher and student in one layer, and x is the input of the teacher's
 mixer, so layers learn independently of each other. The sums are over all real tokens of a batch,
-also if it is split over processes or gradient accumulation steps. A student that outputs zeros has
+even if it is split over processes or gradient accumulation steps. A student that outputs zeros has
 a loss of 1.
 
 Source: the first stage of LoLCATs, arXiv:2410.10254, which trains only feature maps and does not
@@ -145,8 +145,8 @@ class AttentionTransfer:
         teacher_blocks, student_blocks = _blocks(teacher), _blocks(student)
         if not teacher_blocks or len(teacher_blocks) != len(student_blocks):
             raise ValueError(
-                f"init_from is {self.name!r}, whose model has {len(teacher_blocks)} blocks, "
-                f"expected {len(student_blocks)}, as in the model, and at least one"
+                f"init_from is {self.name!r}, which has {len(teacher_blocks)} blocks, but the "
+                f"model has {len(student_blocks)}, expected the same number, at least one"
             )
         if any("embedding" in block.takes for block in student_blocks):
             raise ValueError(
@@ -158,7 +158,7 @@ class AttentionTransfer:
 
 @torch.no_grad()
 def _run(teacher: nn.Module, task: Task, batch: Batch, callback: Callable[..., None]) -> None:
-    """Apply the teacher up to its last block; call read(i, output, x, grid, ...) after mixer i."""
+    """Apply the teacher up to its last block; after mixer i, call callback(i, output, x, ...)."""
 
     def hook_of(i: int) -> Callable[..., Any]:
         def hook(_: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> Any:

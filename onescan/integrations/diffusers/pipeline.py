@@ -31,7 +31,7 @@ from onescan.integrations.diffusers.sampling import (
     sample,
 )
 from onescan.layers.block import Block
-from onescan.messages import expected_model, hint
+from onescan.messages import expected_model, hint, plural
 from onescan.models.denoiser import (
     Denoiser,
     DenoiserConfig,
@@ -351,8 +351,8 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         config = self.transformer.network.config
         if output_type == "pil" and (axes := len(config.image_size)) != IMAGE_AXES:
             raise ValueError(
-                f"output_type is 'pil', but the model has {axes} axes, expected 'np', 'pt' or "
-                "'latent'"
+                f"output_type is 'pil', but the model has {plural(axes, 'axis')}, expected 'np', "
+                "'pt' or 'latent'"
             )
         if output_type != "latent" and self.vae is None and self.config["pixels"] is None:
             raise ValueError(
@@ -435,8 +435,8 @@ class DenoiserPipeline(_SavedWithModule, DiffusionPipeline):
         if len(default) != IMAGE_AXES:
             if height is not None or width is not None:
                 raise ValueError(
-                    f"height is {height} and width is {width}, but the model has {len(default)} "
-                    "axes, expected None"
+                    f"height is {height} and width is {width}, expected None for both, because the "
+                    f"model has {plural(len(default), 'axis')}"
                 )
             return self.transformer.network.config.image_size
         size = (default[0] if height is None else height, default[1] if width is None else width)
@@ -469,8 +469,8 @@ def to_diffusers(
 ) -> DenoiserPipeline:
     """Convert a denoiser to a pipeline of diffusers. Both share their weights.
 
-    For a run loaded by `load`, pass `run.config.task.noise` as noise, and format and class_names
-    of the run.
+    For a checkpoint that `onescan.load` returned, pass its format and class_names, and as noise
+    ``run_config(checkpoint.folder).task.noise``, with `onescan.experiments.training.run_config`.
 
     Args:
         model: A `Denoiser`.
@@ -488,7 +488,9 @@ def to_diffusers(
         raise expected_model(model, "a Denoiser")
     noise, sampler = noise or NoiseConfig(), sampler or SamplerConfig()
     if vae is not None and (axes := len(model.config.image_size)) != IMAGE_AXES:
-        raise ValueError(f"vae is given, but the model has {axes} axes, expected {IMAGE_AXES}")
+        raise ValueError(
+            f"vae is given, but the model has {plural(axes, 'axis')}, expected {IMAGE_AXES}"
+        )
     if class_names and len(class_names) != model.config.num_classes:
         raise ValueError(
             f"class_names has {len(class_names)} names, expected one for each of "
@@ -521,7 +523,8 @@ def _generators(generator: Generators, count: int | None) -> list[torch.Generato
     if isinstance(generator, list):
         if count not in (None, len(generator)):
             raise ValueError(
-                f"generator has {len(generator)}, expected one for each of {count} images"
+                f"generator is a list of {len(generator)}, expected one for each of "
+                f"{plural(count or 0, 'image')}"
             )
         return generator
     count = 1 if count is None else count
@@ -557,7 +560,7 @@ def find_labels(
     [1, 0]
     """
     if isinstance(labels, str) or not isinstance(labels, Sequence):
-        raise ValueError(f"class_labels is {labels!r}, expected a list, as [{labels!r}]")
+        raise ValueError(f"class_labels is {labels!r}, expected a list, such as [{labels!r}]")
     if not labels:
         raise ValueError("class_labels is empty, expected a class for each image, or None")
     if num_classes == 0:
@@ -590,7 +593,10 @@ def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
         return number
     numbers = [number for number, name in names.items() if name == label]
     if len(numbers) > 1:
-        raise ValueError(f"label {label!r} is the name of {numbers}, expected one of these numbers")
+        raise ValueError(
+            f"label {label!r} is the name of several classes, expected one of their numbers "
+            f"{numbers}"
+        )
     if not numbers:
         class_names = list(dict.fromkeys(names.values()))
         if len(class_names) > MAX_NAMES:
@@ -598,7 +604,7 @@ def _find_label(label: Any, names: Mapping[int, str], num_classes: int) -> int:
             suffix = (
                 f"; similar: {', '.join(similar)}"
                 if similar
-                else f"; there are {len(class_names)} others"
+                else f"; the model has {len(class_names):,} class names"
             )
         else:
             suffix = hint(label, class_names)

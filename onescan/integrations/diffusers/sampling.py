@@ -331,7 +331,9 @@ def _check_labels(
     for label in classes.tolist():
         if not 0 <= label <= last:
             none = f", or {config.num_classes} for none" if has_no_class else ""
-            raise ValueError(f"labels has {label}, expected 0 to {config.num_classes - 1}{none}")
+            raise ValueError(
+                f"labels contains {label}, expected 0 to {config.num_classes - 1}{none}"
+            )
     return classes.long()
 
 

@@ -39,7 +39,7 @@ class _NativeFields:
     mlp: dict[str, Any] | None
     position: dict[str, Any] | None
 
-    # Names that tools read. Without a value, the attribute does not exist, as `hasattr` tells them.
+    # Names that other tools read. These tools check with `hasattr` whether there is a value.
 
     @property
     def num_attention_heads(self) -> int:
@@ -189,7 +189,8 @@ class OnescanTextConfig(_NativeFields, PreTrainedConfig):
     @is_decoder.setter
     def is_decoder(self, value: bool) -> None:
         if value != self.is_decoder:
-            raise ValueError(f"is_decoder is {value}, but the mixer's is {self.is_decoder}")
+            kind = "causal" if self.is_decoder else "bidirectional"
+            raise ValueError(f"is_decoder is {value}, but the model's mixer is {kind}")
 
 
 class OnescanImageConfig(_NativeFields, BackboneConfigMixin, PreTrainedConfig):

@@ -133,8 +133,8 @@ def load_pretrained(name: str) -> CausalLM | MaskedLM:
     saved = (config.architectures or ["nothing"])[0]
     if not isinstance(config, OnescanTextConfig) or saved not in LANGUAGE_MODELS:
         raise ValueError(
-            f"{name!r} holds {saved}, expected one of {', '.join(LANGUAGE_MODELS)}; onescan "
-            "convert reads models of other libraries"
+            f"{name!r} holds {saved}, expected one of {', '.join(LANGUAGE_MODELS)}; `onescan "
+            "convert` reads models of other libraries"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{name!r} has quantized weights, expected floating-point weights")

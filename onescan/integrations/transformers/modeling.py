@@ -65,7 +65,7 @@ class OnescanModel(PreTrainedModel):
     """Tokenizer or image processor that `save_pretrained` also writes, if there is one."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Angles and decays: positions multiply them and their rounding errors.
+    # Angles and decays are multiplied by positions, and so are their rounding errors.
     _keep_in_fp32_modules_strict = [  # noqa: RUF012
         *("theta", "log_leak", "log_rate", "dt_bias", "forget_bias", "logit", "logits")
     ]
@@ -86,7 +86,7 @@ class OnescanModel(PreTrainedModel):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *_: Any, **__: Any
     ) -> str:
-        """Accept the names under which torch's own kernels run; mixers choose theirs in any case.
+        """Accept the names of torch's own kernels, without effect: mixers choose their own kernels.
 
         Raises:
             ValueError: If other kernels are requested.
@@ -107,7 +107,7 @@ class OnescanModel(PreTrainedModel):
         """Load a saved model, as in transformers.
 
         Raises:
-            ValueError: If the folder is a run, or another native model.
+            ValueError: If the folder holds a run or another model in onescan's own format.
         """
         check_not_native(pretrained_model_name_or_path, "transformers")
         return super().from_pretrained(pretrained_model_name_or_path, *rest, **options)
@@ -172,7 +172,7 @@ class OnescanModel(PreTrainedModel):
 
     @contextmanager
     def record_hidden_states(self, *requested: bool | None) -> Iterator[list[Tensor]]:
-        """Collect hidden states if `returns_hidden_states`."""
+        """Collect hidden states if they are requested; see `returns_hidden_states`."""
         hidden: list[Tensor] = []
         blocks, hooks = self._blocks(), []
         if output_hidden_states := self.returns_hidden_states(*requested):
@@ -273,7 +273,7 @@ class OnescanTextModel(OnescanModel):
             token_type_ids: Segments [B, T]; ignored by models without segments.
             position_ids: Positions [B, T]. If positions restart within a row, a new document
                 begins, which does not attend to previous ones. The network counts real tokens
-                itself, and other positions are refused.
+                itself, and other positions are rejected.
             inputs_embeds: Embeddings [B, T, width], instead of input_ids.
             past_key_values: Cache returned by a previous call of a causal model.
             cache: Name of past_key_values since transformers 5.24.
@@ -286,7 +286,8 @@ class OnescanTextModel(OnescanModel):
                 attention weights are requested.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("expected one of input_ids and inputs_embeds")
+            given = "neither is" if input_ids is None else "both are"
+            raise ValueError(f"expected one of input_ids and inputs_embeds, but {given} given")
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         keep = _keep(attention_mask, inputs)
         cache = self._cache(past_key_values if cache is None else cache, use_cache)

@@ -44,8 +44,8 @@ def convert_model(foreign: Foreign) -> nn.Module:
     if unused := foreign.tensors.unused:
         more = f", and {len(unused) - MAX_SHOWN} more" * (len(unused) > MAX_SHOWN)
         raise ValueError(
-            f"the source is read as {source.name}, which has no {', '.join(unused[:MAX_SHOWN])}"
-            f"{more}"
+            f"the source is read as {source.name}, but has unexpected tensors: "
+            f"{', '.join(unused[:MAX_SHOWN])}{more}"
         )
     empty = build_on_meta(config)
     expected = {} if empty is None else distinct(empty)

@@ -78,8 +78,8 @@ class Architecture:
 
 def _config(foreign: Foreign) -> ModelConfig:
     name = foreign.fields["model_type"]
-    if name in DIFFERENCES:
-        raise ValueError(f"model_type is {name!r}: {DIFFERENCES[name]}")
+    if name in UNSUPPORTED:
+        raise ValueError(f"model_type is {name!r}: {UNSUPPORTED[name]}")
     architecture = ARCHITECTURES[name]
     foreign.expect(**COMMON, **architecture.expected)
     tensors = foreign.tensors
@@ -335,8 +335,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-# Models that are refused, and why.
-DIFFERENCES: Mapping[str, str] = MappingProxyType(
+# model_type -> why it is not supported
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {"kda": "its output gate has a bias, which KDAMixerConfig cannot represent"}
 )
 
@@ -348,7 +348,7 @@ FLA_SOURCES = (
             "Gated DeltaProduct"
         ),
         matches=lambda foreign: (
-            foreign.fields.get("model_type") in (*ARCHITECTURES, *DIFFERENCES)
+            foreign.fields.get("model_type") in (*ARCHITECTURES, *UNSUPPORTED)
             and "model.embeddings.weight" in foreign.tensors
         ),
         config=_config,

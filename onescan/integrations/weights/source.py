@@ -47,7 +47,7 @@ class Tensors:
         for old, tensor in self._all.items():
             name = renamed(old, rules)
             if name in tensors:
-                raise ValueError(f"the source has several tensors that mean {name}")
+                raise ValueError(f"several tensors of the source correspond to {name}")
             tensors[name] = tensor
         return Tensors(tensors)
 
@@ -263,7 +263,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         if missing := next((file.name for file in files if not file.is_file()), None):
             raise ValueError(f"{index[0]} names {missing}, but there is no such file")
     if path.is_file() and SHARD.fullmatch(path.name):
-        raise ValueError(f"{path} is one of several shards, expected their folder")
+        raise ValueError(f"{path} is one of several shards, expected the folder that contains them")
     if not files or (path.is_file() and path.suffix != SUFFIX):
         raise ValueError(
             f"{path} holds no safetensors file; pickled weights are not read, convert them to "

@@ -17,7 +17,7 @@ from onescan.shapes import Grid
 
 BATCH, TOKENS, PREFIX = 3, 12, 2
 RTOL, ATOL = 1e-7, 1e-9  # in float64
-REAL = 0.7  # share of tokens that a mask keeps
+REAL = 0.7  # fraction of the tokens that are real in masks
 
 
 def check_mixer(config: MixerConfig, *, width: int = 24, axes: int = 2) -> tuple[str, ...]:
@@ -160,7 +160,10 @@ def _close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def _shape(case: Case) -> None:
     y, state = case.call(case.x)
-    _expect(y.shape == case.x.shape, f"outputs have shape {tuple(y.shape)}, unlike x")
+    _expect(
+        y.shape == case.x.shape,
+        f"outputs have shape {tuple(y.shape)}, unlike x, {tuple(case.x.shape)}",
+    )
     promised = case.config.state_block is not None
     _expect(
         (state is not None) == promised,
@@ -230,7 +233,10 @@ def _weights(case: Case) -> None:
 
 def _config(case: Case) -> None:
     data = configs.to_dict(case.config)
-    _expect(configs.from_dict(type(case.config), data) == case.config, "the loaded config differs")
+    _expect(
+        configs.from_dict(type(case.config), data) == case.config,
+        "the loaded config differs from the saved one",
+    )
 
 
 def _masks(case: Case) -> None:
@@ -312,7 +318,9 @@ def _sizes(state: Any) -> Iterator[tuple[int, ...]]:
             yield from _sizes(part)
     elif isinstance(state, Tensor):
         batched = not state.ndim or len(state) == BATCH
-        _expect(batched, f"the state has a tensor of shape {tuple(state.shape)}, without the batch")
+        _expect(
+            batched, f"the state has a tensor of shape {tuple(state.shape)}, without a batch axis"
+        )
         yield tuple(state.shape)
     else:
         is_number = state is None or isinstance(state, int | float)

@@ -31,7 +31,7 @@ class MixerConfig(ABC):
     """Number of heads; must divide the width."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let `build` check the types of all fields first, as loading a config does."""
+        """Make `build` check the types of all fields first, as loading a config does."""
         super().__init_subclass__(**options)
         if "build" in vars(cls):
             setattr(cls, "build", _with_checked_types(cls.build))  # noqa: B010 - mypy
@@ -91,7 +91,7 @@ class MixerConfig(ABC):
         "embedding": The tokens before the first block.
         "lower_bound": The smallest decay of each channel, which models learn for each block.
         "cu_seqlens": The offsets of packed sequences. If a mixer does not take them, blocks put
-        each sequence into a row of its own.
+        each sequence into a separate row.
         """
         return frozenset()
 
@@ -269,7 +269,7 @@ class Mixer(nn.Module, ABC):
 
 
 def check_is_config(config: Any) -> None:
-    """Raise ValueError unless this is an instance of a dataclass of options of a mixer."""
+    """Raise ValueError unless this is an instance of a config dataclass of a mixer."""
     if isinstance(config, type):
         raise ValueError(f"config is the class {config.__name__}, expected an instance of it")
     if not isinstance(config, MixerConfig):

@@ -103,14 +103,14 @@ class HGRNMixer(Mixer):
         c, z = to_accumulation_dtype(F.silu(c), self.decay_proj(x))
         c = c.unflatten(-1, (2, -1)).mT  # B T D 2
         bound = z.new_zeros(()) if lower_bound is None else lower_bound
-        log_decay, enter = bounded_decay(z, bound)
-        inputs = (c, enter, log_decay, keep)
+        log_decay, complement = bounded_decay(z, bound)
+        inputs = (c, complement, log_decay, keep)
         states: list[Complex] = []
         new_state: Any = None
         for theta, backward in zip(self.theta, self.config.is_backward, strict=True):
-            c, enter, log_decay, real = map(flipped, inputs) if backward else inputs
+            c, complement, log_decay, real = map(flipped, inputs) if backward else inputs
             group = scan_group(backward=backward)
-            h, new_state = self._scan(c, enter, log_decay, theta, real, state, group)
+            h, new_state = self._scan(c, complement, log_decay, theta, real, state, group)
             states.append(flipped(h) if backward else h)
         h = sum(states[1:], start=states[0])
         o = normalized(self.norm, h.mT.flatten(-2))
@@ -120,7 +120,7 @@ class HGRNMixer(Mixer):
     def _scan(
         self,
         c: Complex,
-        enter: ChannelDecays,
+        complement: ChannelDecays,
         log_decay: ChannelDecays,
         theta: FrequencyRow,
         keep: Keep | None,
@@ -130,7 +130,7 @@ class HGRNMixer(Mixer):
         """Return h of every token and, if the mixer is causal, the state after the last one."""
         angles, last = self._angles(theta, c.shape[1], keep, group)
         v = rotated(c, -angles)
-        k = enter.unsqueeze(-1)
+        k = complement.unsqueeze(-1)
         new_state: Any
         o, new_state = decay_attention(
             torch.ones_like(k), k, v, log_decay, causal=True, keep=keep, state=state,

@@ -351,15 +351,15 @@ def _log_gain(
     of each token's block. Without blocks, it has shape [B, 1, H, K]. `before` contains the
     log-normalizers of keys and decay logits before the first token, [2, B, H, K].
     """
-    both = torch.stack([k, decay_logits]).double()
+    logits = torch.stack([k, decay_logits]).double()
     if keep is not None:
-        both = both.masked_fill(~keep[:, :, None, None], LOG_ZERO)
+        logits = logits.masked_fill(~keep[:, :, None, None], LOG_ZERO)
     if group is not None:
-        return _log_gain_over_ranks(group, both, before, block=block)
+        return _log_gain_over_ranks(group, logits, before, block=block)
     if block is None:
-        z = both.logsumexp(dim=2, keepdim=True)
+        z = logits.logsumexp(dim=2, keepdim=True)
     else:
-        z = logcumsumexp(both.flatten(-2)).view_as(both)
+        z = logcumsumexp(logits.flatten(-2)).view_as(logits)
         if before is not None:
             z = logaddexp(z, before.unsqueeze(2))
     return _at_block_ends(z[0] - z[1], block), z[1, :, -1]
@@ -375,15 +375,15 @@ def _at_block_ends(x: Tensor, block: int | None) -> Tensor:
 
 def _log_gain_over_ranks(
     group: SequenceGroup,
-    both: Tensor,
+    logits: Tensor,
     before: Tensor | None,
     *,
     block: int | None,
 ) -> tuple[Tensor, LogNormalizer]:
     """Compute `_log_gain` from this rank's keys and decay logits, [2, B, T, H, K]."""
     # Prepend a token without weight, because a rank may have no tokens.
-    both = F.pad(both, (0, 0, 0, 0, 1, 0), value=LOG_ZERO)
-    z = logcumsumexp(both.flatten(-2)).view_as(both)
+    logits = F.pad(logits, (0, 0, 0, 0, 1, 0), value=LOG_ZERO)
+    z = logcumsumexp(logits.flatten(-2)).view_as(logits)
     (ends,) = gather(group, z[:, :, -1])  # W 2 B H K
     if before is not None:
         ends = torch.cat([before.to(ends).unsqueeze(0), ends])

@@ -310,7 +310,7 @@ class LinearAttention(Mixer, ABC):
         if cu_seqlens is not None and "cu_seqlens" not in config.takes:
             raise ValueError(
                 "cu_seqlens was given to a mixer that cannot separate packed sequences: put each "
-                "sequence into a row of its own, with keep"
+                "sequence into a separate row, with keep for the padding"
             )
         if config.causal_block is not None:
             check_blocks(config.causal_block, grid)
@@ -366,7 +366,9 @@ class LinearAttention(Mixer, ABC):
             keep: True for the real tokens of the context.
         """
         if self.conv is not None:
-            raise ValueError("a mixer with a convolution does not support context")
+            raise ValueError(
+                "context was given to a mixer with a convolution, expected conv_size=None"
+            )
         context = masked(context, keep)
         queries, gate, _ = self._projected(x)
         keys, _, extra = self._projected(context)

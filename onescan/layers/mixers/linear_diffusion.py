@@ -1,4 +1,4 @@
-"""LDN: diffusion along a sequence, a gated local update and linear attention, summed.
+"""LDN: the sum of diffusion along a sequence, a gated local update and linear attention.
 
 Source: LDN, arXiv:2502.12381. This file contains the mixer's config, state and module, then its
 parts (Sec. 3.3), and the cross-attention of its decoder (Sec. 3.6).
@@ -182,7 +182,7 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         if self.tokens not in (None, tokens):
             raise ValueError(
                 f"mixer.tokens is {self.tokens}, but the model's default grid {grid.shape} has "
-                f"{tokens}; expected None, which is the same"
+                f"{tokens} tokens; expected {tokens} or None"
             )
         return replace(self, tokens=tokens)
 
@@ -206,7 +206,7 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         for sigma in self.sigmas:  # including those of other blocks
             sigma_fraction(sigma, self.max_sigma)
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, expected a probability from 0 to below 1")
+            raise ValueError(f"dropout is {self.dropout}, expected 0 or more and less than 1")
         check_choice("scheme", self.scheme, get_args(Scheme))
         check_choice("feature_map", self.feature_map, FEATURE_MAPS)
         check_choice("activation", self.activation, get_args(ActivationName))
@@ -216,9 +216,14 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
                 "diffusion, local_update and linear_attention are all False, expected at least one"
             )
         if self.is_causal and (self.separable or self.scheme != "explicit"):
-            raise ValueError("direction='forward' requires separable=False and scheme='explicit'")
+            raise ValueError(
+                f"direction is 'forward' with separable={self.separable} and "
+                f"scheme={self.scheme!r}, expected separable=False and scheme='explicit'"
+            )
         if self.scheme != "explicit" and self.form == "fft":
-            raise ValueError("form is 'fft' with scheme='crank_nicolson', which has no FFT form")
+            raise ValueError(
+                "form is 'fft' with scheme='crank_nicolson', expected 'auto', 'dense' or 'banded'"
+            )
         return LinearDiffusionMixer(self, width, axes)
 
     def _check_dense(self, width: int) -> None:
@@ -235,7 +240,7 @@ class LinearDiffusionMixerConfig(DirectedMixerConfig):
         if self.tokens is None:
             raise ValueError(
                 "tokens is None with kernel='dense', which has a weight for each pair of tokens; "
-                "expected their number (models of grids set it, models of text do not)"
+                "expected the number of tokens (image models set it, text models do not)"
             )
         check_whole(1, tokens=self.tokens)
         gaussian_radius(self.max_sigma, self.epsilon)  # raises if one is out of range
@@ -617,8 +622,8 @@ def kernel_radius(max_sigma: float, epsilon: float) -> int:
     radius = gaussian_radius(max_sigma, epsilon)
     if radius > MAX_RADIUS:
         raise ValueError(
-            f"max_sigma is {max_sigma}, which makes a kernel reach {radius} tokens; "
-            f"expected at most {MAX_RADIUS}"
+            f"max_sigma is {max_sigma}, which gives kernels a radius of {radius} tokens, "
+            f"expected a radius of at most {MAX_RADIUS}"
         )
     return radius
 
@@ -632,8 +637,8 @@ def sigma_fraction(sigma: float, max_sigma: float) -> float:
     check_positive(max_sigma=max_sigma)
     if not MIN_SIGMA < sigma < max_sigma:
         raise ValueError(
-            f"sigmas contains {sigma}, expected more than {MIN_SIGMA} and less than max_sigma, "
-            f"{max_sigma}"
+            f"sigmas contains {sigma}, expected more than {MIN_SIGMA} and less than "
+            f"max_sigma={max_sigma}"
         )
     return math.log(sigma / MIN_SIGMA) / math.log(max_sigma / MIN_SIGMA)
 

@@ -228,7 +228,7 @@ def _move_prefix(tensors: Sequence[Tensor | None], grid: Grid, *, back: bool = F
 
 
 def _swapped(x: Tensor | None, first: int, second: int) -> Any:
-    """Swap the first tokens with those after them, or return None or the same if there are none."""
+    """Swap the first `first` tokens with the next `second` ones; x may be None."""
     if x is None or not first or not second:
         return x
     a, b, rest = x.split([first, second, x.shape[1] - first - second], dim=1)

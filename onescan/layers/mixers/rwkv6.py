@@ -301,7 +301,7 @@ def previous_tokens(
 
 
 def _previous(x: Hidden, keep: Keep | None, first: Pooled) -> tuple[Hidden, Pooled]:
-    """Do the same for tokens that are all on this process."""
+    """Compute `previous_tokens` for tokens that are all on this process."""
     if keep is None:
         return torch.cat([first.unsqueeze(1), x[:, :-1]], dim=1), x[:, -1].clone()
     position = torch.arange(1, x.shape[1] + 1, device=x.device)

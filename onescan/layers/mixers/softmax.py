@@ -76,7 +76,7 @@ class SoftmaxMixerConfig(DirectedMixerConfig):
             if self.is_causal and self.window > MAX_CAUSAL_WINDOW:
                 raise ValueError(
                     f"window is {self.window}, expected at most {MAX_CAUSAL_WINDOW}, because the "
-                    "state holds as many tokens; None reads all tokens"
+                    "state holds that many tokens, or None to read all tokens"
                 )
             if axes > 1:
                 raise ValueError(
@@ -187,7 +187,7 @@ class SoftmaxMixer(Mixer):
         return masked(o, keep), new_state if packing is None else None
 
     def after_masked(self, before: SoftmaxState, after: SoftmaxState, keep: Keep) -> Any:
-        """Turn the keys of rows with a masked token by one position; see `Mixer.after_masked`."""
+        """Rotate keys in rows with a masked token by one position; see `Mixer.after_masked`."""
         if self.window is not None:
             return super().after_masked(before, after, keep)
         if not self.rotary:

@@ -100,9 +100,9 @@ class _ShiftMixer(Mixer):
     def init_weights(self) -> None:
         """Set mu = (channel / D) ** (power (1 - l / L)) + offset l / (L - 1) for each input."""
         channel = torch.arange(self.shift_mix.shape[1], device="cpu")  # not on the meta device
-        share, left = channel / len(channel), 1 - self.layer / self.layers
+        share, remaining = channel / len(channel), 1 - self.layer / self.layers
         mixes = [
-            share ** (power * left) + offset * self.passed
+            share ** (power * remaining) + offset * self.passed
             for power, offset in zip(self.powers, self.offsets, strict=True)
         ]
         self.shift_mix.copy_(torch.stack(mixes))
@@ -272,13 +272,13 @@ def quad_shift(x: Hidden, grid: Grid) -> Hidden:
     """Replace equal groups of channels by those of the two neighbors along each axis (Q-Shift).
 
     Groups come from the previous and the next token along the last axis, then along the axis
-    before it; neighbors outside the grid are zero. Channels that are left over and prefix tokens
-    stay.
+    before it; neighbors outside the grid are zero. Remaining channels and prefix tokens are
+    unchanged.
 
     Source: Vision-RWKV, arXiv:2403.02308, Sec. 3.
 
     Raises:
-        ValueError: If x does not have as many tokens as the grid.
+        ValueError: If x and the grid have different numbers of tokens.
     """
     if grid.tokens != x.shape[1]:
         raise ValueError(f"x has {x.shape[1]} tokens, but {grid} has {grid.tokens}")

@@ -98,9 +98,9 @@ def additive_decay(
         leak: Rate at which weights decay with distance, finite and at least 0, [H] or [H, K]. The
             query at token t weights token s by exp(k_s - leak (t - s)), normalized over s <= t, so
             weights halve every ln(2) / leak tokens. Masked tokens do not count. Rates above 1e5
-            are like 1e5, where each token reads only itself. Requires causal=True and runs only on
-            the backend "torch". States of calls with a leak cannot be merged. None disables the
-            leak, as in the paper.
+            act like 1e5, where each token reads only itself. Requires causal=True, computes in
+            float64 and runs only on the backend "torch". States of calls with a leak cannot be
+            merged. None disables the leak, as in the paper.
         form: Algorithm. All forms give the same result. Not causal: "one_scan" is O(T), "full" is
             O(T^2). Causal: "chunk" is O(T), "full" is O(T^2), "recurrent" visits one token at a
             time. With `causal_block`: "one_scan" computes a state per block, O(T); "chunk" and
@@ -153,8 +153,8 @@ def additive_decay(
     if layout.ranks is not None:
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(q.shape[1], layout.ranks)
-        (angles,) = layout.filled(angles, dim=0)
-    q, k, v = layout.filled(q, k, v)
+        (angles,) = layout.pad_if_empty(angles, dim=0)
+    q, k, v = layout.pad_if_empty(q, k, v)
     inputs = Inputs(q, k, v, angles, leak=leak)
     options = Options(feature_map, chunk_size)
     return recurrence.run(
@@ -179,7 +179,7 @@ def write(
         v: As in `additive_decay`.
         angles: As in `additive_decay`.
         keep: As in `additive_decay`.
-        state: State of other tokens, which is included; None for none.
+        state: State of other tokens to include; None if there are none.
 
     Raises:
         ValueError: As `additive_decay`.
@@ -193,8 +193,8 @@ def write(
     if layout.ranks is not None:
         if isinstance(angles, RotaryPositions):
             angles = angles.angles(k.shape[1], layout.ranks)
-        (angles,) = layout.filled(angles, dim=0)
-    k, v = layout.filled(k, v)
+        (angles,) = layout.pad_if_empty(angles, dim=0)
+    k, v = layout.pad_if_empty(k, v)
     inputs, options = Inputs(k, k, v, angles), Options("identity", chunk_size=64)
     return recurrence.write(ADDITIVE_DECAY, inputs, layout, state, options, form="recurrent")
 
@@ -216,7 +216,7 @@ def read(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the feature map does not
-            exist or, on a CPU, an argument holds NaN.
+            exist or, on a CPU, an argument contains NaN.
     """
     check_choice("feature_map", feature_map, FEATURE_MAPS)
     patterns = {"log_normalizer": "B H K", "kv": "B H F V"}
@@ -224,8 +224,8 @@ def read(
     width = q.shape[-1] * (1 if angles is None else 2)
     if state.kv.shape[2] != width:
         raise ValueError(
-            f"state.kv has {state.kv.shape[2]} features with angles {'not ' * (angles is None)}"
-            f"given, expected {width}"
+            f"state.kv has {state.kv.shape[2]} features, expected {width} "
+            f"{'without' if angles is None else 'with'} angles"
         )
     with disable_autocast(q):
         wide_q, kv = to_accumulation_dtype(FEATURE_MAPS[feature_map](q), state.kv)

@@ -142,7 +142,7 @@ def halve_chunks(
 
     Args:
         q: Queries.
-        k: Keys, possibly in float64.
+        k: Keys.
         v: Values.
         table: Cosines and sines, [1 or B, T, H, 2, K]; None without LRPE.
         z_in: Log-normalizer before the first token.
@@ -321,15 +321,6 @@ def context_of(
     *,
     low_memory: bool = False,
 ) -> AdditiveDecayState:
-    """Return the state of these tokens, merged with the incoming state; see `tiled.write`.
-
-    Logits with a leak are float64: their maxima are subtracted before they are rounded.
-    """
-    peak = None
-    if k.dtype != v.dtype:
-        peak = k.detach().amax(dim=1)  # B H K
-        peak = torch.where(peak > -torch.inf, peak, 0)
-        k = (k - peak.unsqueeze(1)).to(v.dtype)
-    z, kv = tiled.write(k, v, *tables, low_memory=low_memory)
-    tokens_state = AdditiveDecayState(z if peak is None else (z + peak).clamp(min=LOG_ZERO), kv)
+    """Return the state of these tokens, merged with the incoming state; see `tiled.write`."""
+    tokens_state = AdditiveDecayState(*tiled.write(k, v, *tables, low_memory=low_memory))
     return tokens_state if state is None else merged(state, tokens_state)

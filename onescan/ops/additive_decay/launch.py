@@ -36,7 +36,7 @@ from onescan.ops.lrpe_launch import rotary_table
 from onescan.ops.packing import Packing
 from onescan.shapes import Angles, Keep, Keys, Queries, Values
 
-LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
+MIN_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
 
 
 def one_scan(
@@ -239,7 +239,7 @@ def _split(k: Tensor, blocks: Blocks, spans: Tensor | None = None) -> tuple[int,
     batch, tokens, heads, key_width = k.shape
     keys = -(-key_width // blocks.keys)
     target = -(-target_programs(k.device) // max(1, batch * heads * keys))  # a batch may be empty
-    split = max(LEAST_SPLIT, -(-tokens // target))
+    split = max(MIN_SPLIT, -(-tokens // target))
     split = -(-split // blocks.tokens) * blocks.tokens
     return split, -(-tokens // split) if spans is None else spans.shape[1], keys
 

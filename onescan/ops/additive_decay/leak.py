@@ -9,8 +9,10 @@ shifted by leak n_t, they obey the recurrence without a leak:
     k'_t = k_t + leak n_t,    z'_t = z_t + leak n_t = logaddexp(z'_{t-1}, k'_t)
 
 Forms therefore receive k', and the shift is subtracted from the log-normalizer of the last state.
-Because k' grows with the number of tokens, it is float64, whose spacing is 1e-12 near 1e4. Forms
-convert only differences of logits and normalizers to float32.
+
+Calls with a leak compute in float64. The gradient of the leak is the sum of n_t times the gradient
+of k'_t, in which large numbers cancel: in float32, at a half-life of one token among 2,048 tokens,
+its relative error would be 400 times that of the recurrence.
 
 Rates are limited to `MAX_LEAK`, which is exact: at this rate, each token reads only itself, or the
 last token before it that has a weight, unless logits differ by 1e5.
@@ -34,7 +36,9 @@ MAX_LEAK = 1e5  # exp(2e4 - MAX_LEAK) is 0, and leak n stays accurate for a mill
 def check_leak(leak: Any, k: Any, layout: Layout) -> None:
     """Raise ValueError if a call does not support a leak, or its shape or values are invalid."""
     if layout.causal_block is not None:
-        raise ValueError("leak does not support causal_block, expected causal=True instead")
+        raise ValueError(
+            "leak was given with causal_block, expected causal=True without causal_block"
+        )
     if not layout.causal:
         raise ValueError(
             "leak requires causal=True: with causal=False, all tokens read the same state, so a "

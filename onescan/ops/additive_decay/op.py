@@ -51,8 +51,8 @@ class Inputs(NamedTuple):
         table: Cosines and sines of the angles, [T, H, 2, K], if `AdditiveDecay.prepared` needed
             them.
         leak: Rate at which weights decay with distance; None for 0.
-        leaked: What `add_leak` added to the log-normalizer of the last state; None before
-            `AdditiveDecay.prepared` and without a leak.
+        leaked: What has to be undone in the last state; None before `AdditiveDecay.prepared` and
+            without a leak.
     """
 
     q: Queries
@@ -61,7 +61,19 @@ class Inputs(NamedTuple):
     angles: Angles | RotaryPositions | None
     table: Tensor | None = None
     leak: Leak | None = None
-    leaked: Tensor | None = None
+    leaked: "Leaked | None" = None
+
+
+class Leaked(NamedTuple):
+    """How the state of a call with a leak differs from the one to return.
+
+    Attributes:
+        shift: What `add_leak` added to the log-normalizer.
+        dtype: Type of kv in the state to return.
+    """
+
+    shift: Tensor
+    dtype: torch.dtype
 
 
 class Options(NamedTuple):
@@ -91,11 +103,10 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
     return run
 
 
-def _without_leak(state: AdditiveDecayState, leaked: Tensor | None) -> AdditiveDecayState:
-    """Subtract what `add_leak` added to a log-normalizer."""
+def _without_leak(state: AdditiveDecayState, leaked: Leaked | None) -> AdditiveDecayState:
     if leaked is None:
         return state
-    return state._replace(log_normalizer=state.log_normalizer - leaked)
+    return AdditiveDecayState(state.log_normalizer - leaked.shift, state.kv.to(leaked.dtype))
 
 
 def _in_triton(form: Form) -> Callable[[Call], tuple[Values, States]]:
@@ -209,7 +220,7 @@ class AdditiveDecay(Recurrence):
             elif start.ndim or start.is_floating_point():
                 raise ValueError(
                     f"angles.start has shape {tuple(start.shape)} and dtype {start.dtype}, "
-                    "expected one integer"
+                    "expected a single integer"
                 )
         features = q.shape[-1] * (1 if angles is None else 2)
         patterns = {"angles.theta": "H K", "angles": "T H K", "state.log_normalizer": "B H K"}
@@ -286,10 +297,13 @@ class AdditiveDecay(Recurrence):
                 k = k.masked_fill(~keep[:, :, None, None], -torch.inf)
                 (v,) = zero_masked(keep, v)
         table = leaked = None
+        if leak is not None:
+            state_dtype = v.dtype
+            q, v = q.double(), v.double()
+            k, shift = add_leak(k, leak, layout)
+            leaked = Leaked(shift, state_dtype)
         if layout.ranks is not None and key.direction != "both":
             table = rotary_table(angles, accumulation_dtype(k.dtype))
-        if leak is not None:
-            k, leaked = add_leak(k, leak, layout)
         return Inputs(q, k, v, angles, table, leak, leaked)
 
     def written(self, call: Call) -> AdditiveDecayState:
@@ -302,8 +316,7 @@ class AdditiveDecay(Recurrence):
     def carried(self, call: Call) -> tuple[States, States]:
         (_, k, v, _, table, _, leaked), layout, (state,) = call.inputs, call.layout, call.states_in
         assert layout.ranks is not None
-        if leaked is None:
-            k, v = to_accumulation_dtype(k, v)
+        k, v = to_accumulation_dtype(k, v)
         if layout.keep is not None:  # as kernels ignore masked tokens only later
             k = k.masked_fill(~layout.keep[:, :, None, None], -torch.inf)
             (v,) = zero_masked(layout.keep, v)

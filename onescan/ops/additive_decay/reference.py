@@ -8,10 +8,10 @@ Source: LightNet, arXiv:2405.21022, Eq. 13 and Eq. 14, with LRPE inside as in Ap
     o_t  = KV_t^T R_t(q_t)                         causal
     o_t  = KV_T^T R_t(q_t)                         not causal: all tokens read the last state
 
+where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t multiplies both halves.
+
 With `causal_block`, o_t reads the state after the last token of its block. With `leak`, each token
 first multiplies s_{t-1} by exp(-leak): s_t = exp(-leak) s_{t-1} + exp(k_t), and f_t likewise.
-
-where R_t(x) = [x cos(a_t), x sin(a_t)] and f_t multiplies both halves.
 """
 
 import torch

@@ -36,10 +36,9 @@ class AdditiveInputs(NamedTuple):
     """Validated inputs of every form; see `additive_decay` for the fields.
 
     Blocks are of one size, or have `bounds`, the begin and end of the block of each token. Forms in
-    plain torch receive them in one dtype, with `keep` already applied to k and v. With a leak, k
-    includes it and is float64; see `onescan.ops.additive_decay.leak`. Only bidirectional calls read
-    `ranks`; others receive the state of earlier ranks, and the `table` of cosines and sines,
-    [T, H, 2, K], if it was computed for that state.
+    plain torch receive them in one dtype, with `keep` and the leak already applied. Only
+    bidirectional calls read `ranks`; others receive the state of earlier ranks, and the `table` of
+    cosines and sines, [T, H, 2, K], if it was computed for that state.
     """
 
     q: Queries
@@ -64,7 +63,7 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
     with the number of later tokens. This is not checked: pass the earlier one as `state` instead.
 
     Raises:
-        ValueError: If the shapes of the states differ, or, on a CPU, if one holds NaN.
+        ValueError: If the shapes of the states differ, or, on a CPU, if one contains NaN.
 
     >>> import torch
     >>> one = AdditiveDecayState(torch.zeros(1, 1, 1), torch.full((1, 1, 1, 1), 2.0))
@@ -85,7 +84,9 @@ def merge_states(a: AdditiveDecayState, b: AdditiveDecayState) -> AdditiveDecayS
         **{name: (x, "B H F V" if name.endswith("kv") else "B H K") for name, x in tensors.items()}
     )
     if sizes["F"] not in (sizes["K"], 2 * sizes["K"]):
-        raise ValueError(f"F is {sizes['F']}, expected K={sizes['K']} or 2K with LRPE")
+        raise ValueError(
+            f"a.kv has {sizes['F']} features, expected {sizes['K']}, or {2 * sizes['K']} with LRPE"
+        )
     dtype = torch.promote_types(accumulation_dtype(a.kv.dtype), b.kv.dtype)
     result = merged(canonical(a, dtype), canonical(b, dtype))
     check_no_nan(result.kv, **tensors)

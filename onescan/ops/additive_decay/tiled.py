@@ -1,7 +1,7 @@
 """One scan of additive decay per sample, tile by tile: faster on a CPU, and in less memory.
 
 Products read the layout of projections, [T, H, K]. The only allocations of the size of q, k or v
-are outputs and gradients, and only inputs are saved for the backward. For a sample with
+are outputs and gradients, and only inputs are saved for the backward pass. For a sample with
 w_t = exp(k_t - z), G the gradient of kv, dz the gradient of z, and <.,.> a sum over values and over
 both halves:
 
@@ -24,11 +24,11 @@ from onescan.ops.numerics import LOG_ZERO, differentiable_gradients
 from onescan.shapes import Angles as Table  # of cosines or sines
 from onescan.shapes import Keys, KeyValue, LogNormalizer, Queries, Values
 
-# Tuned on a CPU. Plain functions are faster for few elements of k or q:
-LEARNING = 1 << 16  # per sample, with gradients
-LEAST = 1 << 15  # per sample, without gradients, for any number of samples, and
-LARGE = 1 << 18  # per sample, for at most
-MOST = 1 << 21  # of all samples
+# Tuned on a CPU. Plain functions are faster if k or q has fewer elements than these:
+SMALL_WITH_GRADIENTS = 1 << 16  # per sample, with gradients
+SMALL_SAMPLE = 1 << 15  # per sample, without gradients
+LARGE_SAMPLE = 1 << 18  # per sample, without gradients, if all samples together have fewer than
+LARGE_BATCH = 1 << 21
 TILE = 1 << 20  # elements of k or q per tile, so that a tile fits the caches
 
 
@@ -63,9 +63,11 @@ def _run(
     tensors = [x for x in inputs if x is not None]
     elements, sample_elements = tensors[0].numel(), tensors[0][:1].numel()
     if wants_gradient(*tensors):
-        is_small = sample_elements < LEARNING and not low_memory
+        is_small = sample_elements < SMALL_WITH_GRADIENTS and not low_memory
     else:
-        is_small = sample_elements < LEAST or (elements < MOST and sample_elements < LARGE)
+        is_small = sample_elements < SMALL_SAMPLE or (
+            elements < LARGE_BATCH and sample_elements < LARGE_SAMPLE
+        )
     if is_small or needs_plain_functions(*tensors) or not can_look_at_values(tensors[0]):
         return function(*inputs)
     return in_tiles.apply(*inputs)

@@ -21,9 +21,6 @@ logits, without branches on values and without float64 copies of q, k or v.
 
 References are constants. They cancel from the result, so no gradient flows through them.
 
-With a leak, k is float64; see `onescan.ops.additive_decay.leak`. Logits and log-normalizers in a
-chunk are then relative to an offset of the chunk, which is subtracted in float64.
-
 With packed sequences, each chunk holds tokens of one sequence, and no state enters the first chunk
 of a sequence.
 
@@ -58,12 +55,12 @@ from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_aut
 from onescan.shapes import Values
 
 BLOCK = 8  # tokens per block
-MOST_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
+MAX_BLOCKS = 8  # per chunk: eight steps of exp(CLIMB), half of them below 1, fit in float32
 # Largest step between references of blocks and of tokens. The mass relative to the reference of a
 # token is up to 9, hence the larger step.
 CLIMB = {torch.float32: (17.0, 19.0), torch.float64: (40.0, 42.0)}
 TILE = 1 << 20  # elements of k that a CPU scans at a time, so that intermediates fit its caches
-LEAST_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
+MIN_EXPONENT = -87.0  # exp is many times slower if its result is subnormal
 
 
 def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
@@ -71,7 +68,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     size = inputs.chunk_size
     if inputs.packing is not None:
         size = inputs.packing.chunk_size(size)
-    blocks = min(max(size // BLOCK, 1), MOST_BLOCKS)
+    blocks = min(max(size // BLOCK, 1), MAX_BLOCKS)
     if inputs.packing is None and is_known(tokens := inputs.k.shape[1]):
         blocks = min(blocks, -(-tokens // BLOCK))
     inputs = inputs._replace(chunk_size=blocks * BLOCK)
@@ -88,7 +85,7 @@ def forward(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
 
 
 class _Factors(NamedTuple):
-    """Results of the forward that the backward needs. F is 2K with LRPE, otherwise K.
+    """Results of the forward pass for the backward pass. F is 2K with LRPE, otherwise K.
 
     Attributes:
         v: Values, [B, H, N, C, V].
@@ -143,16 +140,13 @@ def _scan(
     begins: Tensor | None,
     blocks: int,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], _Factors]:
-    """Return the outputs, the outgoing log-normalizer and state, and data for the backward."""
+    """Return the outputs, the outgoing log-normalizer and state, and data for the backward pass."""
     tokens, size = k.shape[1], blocks * BLOCK
     chunks = number_of_chunks(tokens, size)
     dtype = q.dtype
     block_climb, token_climb = CLIMB[dtype]
     q, v = _to_chunks(q, chunks, size), _to_chunks(v, chunks, size)  # B H N C .
-    k, offset = _to_chunks(k, chunks, size, fill=-torch.inf), None
-    if k.dtype != dtype:
-        k, offset = _relative(k, dtype)
-    k = k.unflatten(3, (blocks, BLOCK))  # B H N J 8 K
+    k = _to_chunks(k, chunks, size, fill=-torch.inf).unflatten(3, (blocks, BLOCK))  # B H N J 8 K
     if table is not None:
         table = _to_chunks(table.flatten(-2), chunks, size).unflatten(-1, (2, -1))  # . H N C 2 K
 
@@ -162,30 +156,20 @@ def _scan(
     mass = weight.sum(-2)
     top = peak.amax(-2)
     z_chunk = (mass * _exp_(peak - top.unsqueeze(-2))).sum(-2).double().log() + top.double()
-    z_chunk = (
-        z_chunk.clamp_(min=LOG_ZERO)
-        if offset is None
-        else z_chunk.clamp_(min=LOG_ZERO).add_(offset)
-    )
-    z = torch.cat([z_in.unsqueeze(2), z_chunk], 2)
+    z = torch.cat([z_in.unsqueeze(2), z_chunk.clamp_(min=LOG_ZERO)], 2)
     z = z.logcumsumexp(2) if begins is None else sum_by_sequence(z, begins)  # B H N+1 K
-    rebase = None
-    if offset is None:
-        boundary, chunk_mass = _rounded(z, dtype)
-        before, after = boundary[:, :, :-1], boundary[:, :, 1:]
-        mass_before, mass_out = chunk_mass[:, :, :-1], chunk_mass[:, :, -1]
-    else:  # convert the state after a chunk to the reference of the next one
-        before, mass_before = _rounded(z[:, :, :-1] - offset, dtype)
-        after, mass_after = _rounded(z[:, :, 1:] - offset, dtype)
-        mass_out = mass_after[:, :, -1]
-        rebase = torch.cat([mass_before[:, :, 1:], mass_after[:, :, -1:]], 2) / mass_after
+    boundary = z.to(dtype)
+    # Mass relative to the rounded reference. LOG_ZERO changes when rounded to float32: without
+    # tokens, set the mass to 1.
+    chunk_mass = torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(dtype)
+    before, after = boundary[:, :, :-1], boundary[:, :, 1:]
+    mass_before, mass_out = chunk_mass[:, :, :-1], chunk_mass[:, :, -1]
     if begins is not None:
         before, mass_before = (
             before.masked_fill(begins, LOG_ZERO),
             mass_before.masked_fill(begins, 1),
         )
     decay = _exp_(before - after)
-    decay = decay if rebase is None else decay * rebase
 
     # 2. Factors of blocks. Before block j there are 8 j tokens, and the state with a mass of 1.
     references, top = [before], before
@@ -196,7 +180,6 @@ def _scan(
     climb = reference.diff(dim=-2).clamp_(max=block_climb)
     g = torch.cat([climb.sum(-2, keepdim=True).mul_(-0.5), climb], -2).exp_().cumprod(-2)
     enter, leave = g.select(-2, 0), g.select(-2, -1).reciprocal()
-    leave = leave if rebase is None else leave * rebase
     to_chunk = g.narrow(-2, 0, blocks).reciprocal()
     reference, scale = (
         reference[..., :-1, :],
@@ -317,10 +300,10 @@ def _scan_gradients(
     _add_product_(dv, w_far, dkv)
     dtable = None
     if wants_dtable and table is not None:
-        both = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
+        terms = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
         for dw, weight in ((dw_far, w_block), (dw_token, w_token)):
-            both.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
-        dtable = _to_tokens(both.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
+            terms.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
+        dtable = _to_tokens(terms.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
             -1, (2, -1)
         )
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
@@ -354,7 +337,7 @@ class _CausalScan(torch.autograd.Function):
         ]
         lengths = _tile_lengths(k, ctx.blocks)
         parts = []
-        with disable_autocast(q):  # a backward may run under autocast
+        with disable_autocast(q):  # a backward pass may run under autocast
             for saved, do_tile in zip(tiles[::-1], do.split(lengths, dim=1)[::-1], strict=True):
                 *tile_gradients, dz, dkv = _scan_gradients(
                     saved, do_tile, dz, dkv, wants_dtable=ctx.needs_input_grad[3]
@@ -362,7 +345,6 @@ class _CausalScan(torch.autograd.Function):
                 parts.append(tile_gradients)
         *gradients, dtables = zip(*parts[::-1], strict=True)
         dq, dk, dv = (torch.cat(x, dim=1) for x in gradients)
-        dk = dk.to(k.dtype)
         dtable = None if dtables[0] is None else torch.cat(dtables, dim=1)
         return dq, dk, dv, dtable, dz.to(z_in.dtype), dkv, None, None
 
@@ -397,21 +379,6 @@ def _scan_tiles(
     return (o, z, kv), tiles
 
 
-def _relative(k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Subtract an offset per chunk from logits, [B, H, N, C, K]; return logits and offsets."""
-    peak = k.amax(-2)
-    # multiples of 64, so that a leak of 0 leaves logits near 0 as they are
-    offset = torch.where(peak > -torch.inf, (peak / 64).round() * 64, 0)
-    return (k - offset.unsqueeze(-2)).to(dtype), offset
-
-
-def _rounded(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round log-normalizers; return them, and the normalizers relative to the rounded ones."""
-    boundary = z.to(dtype)
-    # LOG_ZERO changes when rounded to float32. Without tokens, set the mass to 1.
-    return boundary, torch.where(z > LOG_ZERO, z - boundary, 0).exp().to(dtype)
-
-
 def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
     """Return the number of tokens per tile; compiled and exported programs use a single tile."""
     if torch.compiler.is_compiling() or k.device.type != "cpu":
@@ -438,8 +405,8 @@ def _to_tokens(x: Tensor, tokens: int) -> Tensor:
 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp in place, with 0 where the result would be nearly subnormal."""
-    x = x.clamp_(min=LEAST_EXPONENT).exp_()
-    return F.threshold(x, 2 * math.exp(LEAST_EXPONENT), 0.0, inplace=True)
+    x = x.clamp_(min=MIN_EXPONENT).exp_()
+    return F.threshold(x, 2 * math.exp(MIN_EXPONENT), 0.0, inplace=True)
 
 
 def _rotate(x: Tensor, table: Tensor | None) -> Tensor:

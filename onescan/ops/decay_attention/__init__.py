@@ -137,9 +137,9 @@ def decay_attention(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form, backend or
-            feature map does not exist, the state is for the other value of `causal`, a causal call
+            feature map does not exist, the state does not match `causal`, a causal call
             asks for decay_at="symmetric" or a causal_block, chunk_size or causal_block is below 1,
-            cu_seqlens is invalid or, on a CPU, log_decay is positive or an argument holds NaN.
+            cu_seqlens is invalid or, on a CPU, log_decay is positive or an argument contains NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -157,8 +157,8 @@ def decay_attention(
         group=group,
     )  # fmt: skip
     if getattr(log_decay, "ndim", 1) > 1:
-        (log_decay,) = layout.filled(log_decay)
-    q, k, v = layout.filled(q, k, v)
+        (log_decay,) = layout.pad_if_empty(log_decay)
+    q, k, v = layout.pad_if_empty(q, k, v)
     options = Options(feature_map, decay_at, normalize, chunk_size)
     inputs = Inputs(q, k, v, log_decay)
     return recurrence.run(
@@ -177,10 +177,10 @@ def write(
     keep: Keep | None = None,
     state: DecayState | None = None,
 ) -> DecayState:
-    """Return the state after tokens that no query of their own reads, in plain torch.
+    """Return the state of tokens without queries, such as the context of cross-attention.
 
-    For example, the context of cross-attention. `read` reads the state. Arguments and errors are
-    those of a causal `decay_attention`.
+    Runs in plain torch. `read` reads the state. Arguments and errors are those of a causal
+    `decay_attention`.
 
     >>> import torch
     >>> k, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 4.0]).reshape(1, 2, 1, 1)
@@ -189,8 +189,8 @@ def write(
     """
     layout = layout_of(k, name="k", causal=True, keep=keep)
     if getattr(log_decay, "ndim", 1) > 1:
-        (log_decay,) = layout.filled(log_decay)
-    k, v = layout.filled(k, v)
+        (log_decay,) = layout.pad_if_empty(log_decay)
+    k, v = layout.pad_if_empty(k, v)
     inputs = Inputs(k, k, v, log_decay)
     options = Options(feature_map, decay_at, "none", chunk_size=64)
     return recurrence.write(DECAY_ATTENTION, inputs, layout, state, options, form="recurrent")
@@ -207,13 +207,13 @@ def read(
 
     Args:
         q: Queries, [B, T, H, K].
-        state: State after all tokens that the queries read, of `write` or `decay_attention`.
+        state: State of all tokens that the queries read, from `write` or `decay_attention`.
         feature_map: Feature map to apply to the queries.
         normalize: As in a causal `decay_attention`.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the feature map does not
-            exist or, on a CPU, an argument holds NaN.
+            exist or, on a CPU, an argument contains NaN.
     """
     check_choice("feature_map", feature_map, FEATURE_MAPS)
     check_choice("normalize", normalize, get_args(Normalize))

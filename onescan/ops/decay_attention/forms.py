@@ -86,8 +86,8 @@ def separated(decays: Directions, starts: Starts | None, ends: Starts | None) ->
 
     Args:
         decays: The log-decays.
-        starts: True where the forward direction restarts, [B, T]; None for nowhere.
-        ends: True where the backward direction restarts, [B, T]; None for nowhere.
+        starts: True where the forward direction restarts, [B, T]; None if it never does.
+        ends: True where the backward direction restarts, [B, T]; None if it never does.
     """
     forward, backward = decays
     if starts is not None:
@@ -151,24 +151,24 @@ def one_scan(
     """
     total_kv = total(k, v)
     forward, backward = (total_kv if state is None else total_kv + state for state in states_in)
-    both = forward if states_in[1] is None else forward + states_in[1]
+    all_kv = forward if states_in[1] is None else forward + states_in[1]
     if backward is forward and options.return_state:
         backward = forward.clone()  # a caller may change a state in place
     normalize = options.normalize
-    if normalize != "max_one" and both.dtype == q.dtype:
-        o = torch.einsum("bthk,bhkv->bthv", q, both)
+    if normalize != "max_one" and all_kv.dtype == q.dtype:
+        o = torch.einsum("bthk,bhkv->bthv", q, all_kv)
         return _divided(o, normalize, causal=False), (forward, backward)
-    o = torch.einsum("bthk,bhkv->bthv", q, both[..., :-1].to(q.dtype))
+    o = torch.einsum("bthk,bhkv->bthv", q, all_kv[..., :-1].to(q.dtype))
     if normalize == "none":
         return o, (forward, backward)
-    k_sum, wide_q = both[..., -1], q.to(both.dtype)
+    k_sum, wide_q = all_kv[..., -1], q.to(all_kv.dtype)
     if normalize == "max_one":
         # float64, because terms of opposite sign may cancel to a row sum near 1
         k_sum = to_float64(k).sum(dim=1) + sum(
             state[..., -1] for state in states_in if state is not None
         )
         wide_q = to_float64(q)
-    row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(both.dtype).unsqueeze(-1)
+    row_sum = torch.einsum("bthk,bhk->bth", wide_q, k_sum).to(all_kv.dtype).unsqueeze(-1)
     divisor, _ = row_divisor(row_sum, normalize, causal=False)
     return broadcast_divide(o, divisor.to(o.dtype), overwrite=True), (forward, backward)
 

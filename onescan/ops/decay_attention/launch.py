@@ -37,7 +37,7 @@ from onescan.shapes import Keep, Keys, Queries, Values
 
 PerDirection = tuple[DecayState | None, DecayState | None]
 
-LEAST_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
+MIN_SPLIT = 256  # tokens; the sums of a part take as much memory as 128 tokens with K = V = 64
 
 
 def chunk(
@@ -353,7 +353,7 @@ def _sums(
     blocks = linear_attention.sum_blocks(case)
     keys, values = -(-key_width // blocks.keys), -(-v.shape[-1] // blocks.values)
     parts = -(-target_programs(k.device) // max(1, batch * heads * keys * values))
-    split = max(LEAST_SPLIT, -(-tokens // parts))
+    split = max(MIN_SPLIT, -(-tokens // parts))
     split = -(-split // blocks.tokens) * blocks.tokens
     parts = -(-tokens // split)
     k_sum = k.new_empty(parts, batch, heads, key_width, dtype=torch.float32)

@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
         v: Values.
         log_decay: The argument of the caller.
         decays: Log-decays as each direction applies them; None before `DecayAttention.prepared`.
-        ends: Log-decay of each direction after the last token visited; None for none.
+        ends: Log-decay of each direction after the last token visited; None if there is none.
     """
 
     q: Queries
@@ -148,7 +148,7 @@ def _joined(state: DecayState | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _split(matrix: Tensor | None, log_decay: Tensor | None) -> DecayState | None:
-    """Split such a matrix into a state, and apply a final decay if given."""
+    """Split a matrix from `_joined` into a state, and apply a final decay if given."""
     if matrix is None:
         return None
     return _after(DecayState(matrix[..., :-1], matrix[..., -1]), log_decay)
@@ -217,7 +217,9 @@ class DecayAttention(Recurrence):
         if not call.layout.causal and not _decays(call):
             return "one_scan" if form in ("auto", "chunk") else form
         if form == "one_scan" and not call.layout.causal:
-            raise ValueError("form is 'one_scan' with decay, but it supports no decay")
+            raise ValueError(
+                "form is 'one_scan' with decay, cu_seqlens or causal_block, expected none of them"
+            )
         if form != "auto":
             return form
         (q, _, v, log_decay, *_), directions = call.inputs, 1 if call.layout.causal else 2

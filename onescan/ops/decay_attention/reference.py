@@ -80,14 +80,14 @@ def _visit(
     for t in order:
         is_token = is_real[:, t, None, None]
         factor = torch.where(is_token, decay[:, t], 1)
-        own_z = torch.where(is_token, k[:, t], 0)
-        own_kv = own_z.unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        token_z = torch.where(is_token, k[:, t], 0)
+        token_kv = token_z.unsqueeze(-1) * v[:, t].unsqueeze(-2)
         if decay_at == "target":
             kv, z = factor.unsqueeze(-1) * kv, factor * z
-        kv, z = kv + own_kv, z + own_z
+        kv, z = kv + token_kv, z + token_z
         half = 0 if counts_self else 0.5
-        outputs[t] = ((kv - half * own_kv) * q[:, t].unsqueeze(-1)).sum(-2)
-        sums[t] = ((z - half * own_z) * q[:, t]).sum(-1)
+        outputs[t] = ((kv - half * token_kv) * q[:, t].unsqueeze(-1)).sum(-2)
+        sums[t] = ((z - half * token_z) * q[:, t]).sum(-1)
         if decay_at == "source":
             kv, z = factor.unsqueeze(-1) * kv, factor * z
     tokens = sorted(outputs)

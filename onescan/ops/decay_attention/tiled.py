@@ -1,7 +1,7 @@
 """The chunk form of linear attention with decay, in tiles that fit the caches of a CPU.
 
-The results are those of `forms.chunk`. The backward is written by hand: it recomputes scores but
-not states. On a CPU one block of samples and heads is processed at a time, so that memory is
+The results are those of `forms.chunk`. The backward pass is written by hand: it recomputes scores,
+but not states. On a CPU one block of samples and heads is processed at a time, so that memory is
 reused, and within a block one batch of chunks that fits the caches.
 """
 
@@ -39,7 +39,7 @@ from onescan.shapes import Keys, Queries, Values
 
 BLOCK = 1 << 21  # scores of the samples and heads that a CPU works on at a time
 BATCH = 1 << 18  # scores that fit into a CPU's caches
-FEW = 1 << 18  # scores of a call up to which plain functions are fastest
+MAX_PLAIN_SCORES = 1 << 18  # scores of a call up to which plain functions are fastest
 
 
 def full(
@@ -61,7 +61,7 @@ def chunk(
         run = _operator if torch.compiler.is_compiling() else _run_eagerly
         o, _, states_out, _ = run(*inputs, *rest, wants_gradient(*inputs))
     if o.requires_grad and options.normalize != "none":
-        o = o.clone()  # the backward reads o, and a caller may modify the returned copy in place
+        o = o.clone()  # the backward pass reads o, and a caller may modify the copy in place
     return o, by_direction(states_out)
 
 
@@ -74,7 +74,7 @@ def _is_small(inputs: ChunkInputs, size: int) -> bool:
     """
     if torch.compiler.is_compiling() or inputs.k.device.type != "cpu":
         return False
-    return inputs.k[..., 0].numel() * size <= FEW and not wants_gradient(*inputs)
+    return inputs.k[..., 0].numel() * size <= MAX_PLAIN_SCORES and not wants_gradient(*inputs)
 
 
 def _decay_chunks(
@@ -215,7 +215,7 @@ def _decay_chunks_backward(
     results = _gradients_like(*inputs)
     for index, state_index in _blocks(v, size):
         sums = row_sum if normalize == "none" else row_sum[index]
-        with disable_autocast(q):  # a backward may run under autocast
+        with disable_autocast(q):  # a backward pass may run under autocast
             grad = _output_gradient(do[index], o[index], sums, normalize, causal=backward is None)
             dstate_out = dstates_out[state_index] if dstates_out.numel() else None
             part = inputs.block(index, state_index)

@@ -29,7 +29,7 @@ from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues,
 __all__ = ["DELTA_RULE", "DeltaState", "DeltaStates", "delta_rule", "read", "write"]
 
 Form = Literal["auto", "full", "chunk", "recurrent"]
-Sides = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
+StatePair = tuple[DeltaState | None, DeltaState | None]  # DeltaStates, or a plain pair
 
 DELTA_RULE = DeltaRule()
 UPDATES_NDIM = 5  # of k with an axis of updates
@@ -46,7 +46,7 @@ def delta_rule(
     causal_block: Blocks | None = None,
     keep: Keep | None = None,
     cu_seqlens: Tensor | Packing | None = None,
-    state: DeltaState | Sides | None = None,
+    state: DeltaState | StatePair | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
@@ -123,10 +123,10 @@ def delta_rule(
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
-            unknown, the backend cannot run the call, the state is for the other value of `causal`,
+            unknown, the backend cannot run the call, the state does not match `causal`,
             chunk_size or causal_block is below 1, causal_block is given with causal=True,
-            cu_seqlens is invalid or, on a CPU, log_decay is positive, or an argument holds NaN or
-            an infinity that causes NaN.
+            cu_seqlens is invalid or, on a CPU, log_decay is positive, or an argument contains NaN
+            or an infinity that causes NaN.
 
     >>> import torch
     >>> q = k = torch.ones(1, 3, 1, 1)
@@ -145,7 +145,7 @@ def delta_rule(
         q, causal=causal, causal_block=causal_block, keep=keep, cu_seqlens=cu_seqlens,
         state=state, group=group,
     )  # fmt: skip
-    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    inputs = Inputs(*layout.pad_if_empty(q, k, v, beta, log_decay))
     return recurrence.run(
         DELTA_RULE, inputs, layout, state, Options(chunk_size), form=form, backend=backend
     )
@@ -161,10 +161,10 @@ def write(
     state: DeltaState | None = None,
     chunk_size: int = 64,
 ) -> DeltaState:
-    """Return the state after tokens that no query of their own reads, in plain torch.
+    """Return the state of tokens without queries, such as the context of cross-attention.
 
-    For example, the context of cross-attention. `read` reads the state. Arguments and errors are
-    those of a causal `delta_rule`.
+    Runs in plain torch. `read` reads the state. Arguments and errors are those of a causal
+    `delta_rule`.
 
     >>> import torch
     >>> k, v = torch.ones(1, 2, 1, 1), torch.tensor([8.0, 4.0]).reshape(1, 2, 1, 1)
@@ -174,7 +174,7 @@ def write(
     has_updates = isinstance(k, Tensor) and k.ndim == UPDATES_NDIM
     q = k[:, :, :1].sum(2) if has_updates else k  # outputs are dropped
     layout = layout_of(q, name="k", causal=True, keep=keep)
-    inputs = Inputs(*layout.filled(q, k, v, beta, log_decay))
+    inputs = Inputs(*layout.pad_if_empty(q, k, v, beta, log_decay))
     options = Options(chunk_size)
     return recurrence.write(DELTA_RULE, inputs, layout, state, options, form="chunk")
 
@@ -184,11 +184,11 @@ def read(q: Queries, state: DeltaState) -> Values:
 
     Args:
         q: Queries ``[B, T, H, K]``, after their feature map.
-        state: State after all tokens that the queries read, of `write` or `delta_rule`.
+        state: State of all tokens that the queries read, from `write` or `delta_rule`.
 
     Raises:
         ValueError: If shapes or devices do not match, a dtype is wrong or, on a CPU, an argument
-            holds NaN.
+            contains NaN.
     """
     recurrence.check_read(q, state, DeltaState, {"kv": "B H K V"})
     with disable_autocast(q):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onescan.checks import unpack_states
 from onescan.ops.blocks import Blocks, block_ranges
-from onescan.ops.delta_rule import DeltaState, DeltaStates, Sides
+from onescan.ops.delta_rule import DeltaState, DeltaStates, StatePair
 from onescan.shapes import Keep, Queries, UpdateBetas, UpdateKeys, UpdateValues, Values
 
 
@@ -35,7 +35,7 @@ def forward(
     causal: bool = False,
     causal_block: Blocks | None = None,
     keep: Keep | None = None,
-    state: DeltaState | Sides | None = None,
+    state: DeltaState | StatePair | None = None,
 ) -> tuple[Values, DeltaState | DeltaStates]:
     if k.ndim == q.ndim:
         k, v, beta = k.unsqueeze(2), v.unsqueeze(2), beta.unsqueeze(2)

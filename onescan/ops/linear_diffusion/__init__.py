@@ -154,7 +154,7 @@ def linear_diffusion(
         ValueError: If shapes or devices do not match, a dtype is wrong, the scheme, form or backend
             is unknown, the backend cannot run the call, a state is combined with Crank-Nicolson,
             cu_seqlens is invalid, the scheme or form does not support cu_seqlens or a group or, on
-            a CPU, weights or dt are negative or an argument holds NaN.
+            a CPU, weights or dt are negative or an argument contains NaN.
 
     >>> x = torch.tensor([0.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1)
     >>> neighbors, dt = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([0.25])

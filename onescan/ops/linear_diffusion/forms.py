@@ -92,7 +92,7 @@ def row_sums_of(
 
 
 class _WeightedMean(torch.autograd.Function):
-    """Compute addcmul(mixed, kept, own), with a gradient of `weight` that needs less memory."""
+    """Compute mixed + weight * tokens, with a gradient of `weight` that needs less memory."""
 
     generate_vmap_rule = True
 

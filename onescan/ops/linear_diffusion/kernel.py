@@ -150,7 +150,7 @@ def smallest_positive_power(operator: Tensor) -> int | None:
     """
     check_shapes(operator=(operator, "T T"))
     if not (operator >= 0).all():
-        raise ValueError("operator holds numbers below 0 or NaN, expected 0 or more")
+        raise ValueError("operator contains numbers below 0 or NaN, expected 0 or more")
     tokens = len(operator)
     step = (operator > 0).double()
     if not step.any(dim=1).all():

@@ -111,8 +111,8 @@ def toeplitz_position(
             channel and line along the first axis, and without kernels.
         form: Algorithm. For N tokens along an axis, "dense" is O(N^2), "scan" O(N E) in chunks and
             "fft" O(N log N). Joint kernels over several axes have "fft" only.
-        backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and supports
-            first derivatives; "auto" follows `use_backend`.
+        backend: "torch" runs anywhere; "triton" runs on a GPU, for the scan only, and has first
+            derivatives only; "auto" chooses, see `use_backend`.
         group: Process group across which the first axis is sharded in rank order; `shape` is then
             that of this rank's part of the grid. See `onescan.ops.parallel`. None uses the group of
             `sequence_parallel`, if any. Only with the forms "dense" and "scan", and without joint
@@ -127,7 +127,7 @@ def toeplitz_position(
         ValueError: If shapes or devices do not match, a dtype is wrong, the form or backend is
             unknown or cannot run, a state cannot be continued, cu_seqlens is invalid, the call does
             not support cu_seqlens or a group or, on a CPU, log_decay is positive or x, weight or
-            state holds NaN.
+            state contains NaN.
 
     >>> x = torch.tensor([1.0, 0.0, 0.0, 4.0]).reshape(1, 4, 1)
     >>> halving = torch.full((1, 1, 1), 0.5).log()
@@ -139,7 +139,7 @@ def toeplitz_position(
     ranks, packing, local_x = layout.ranks, layout.packing, x
     if empty := layout.is_empty and is_empty_grid(ranks, shape):
         shape = as_grid_shape((1, *shape[1:]))  # of zeros, whose outputs are dropped
-        x = layout.filled(x)[0].expand(-1, math.prod(shape), -1)
+        x = layout.pad_if_empty(x)[0].expand(-1, math.prod(shape), -1)
     shape = as_grid_shape(shape)
     _check(x, log_decay, weight, shape, bidirectional, joint, state, return_state)
     if joint and len(shape) == 1:
@@ -178,7 +178,7 @@ def toeplitz_position(
             local, ranks, wide_x, decay, wide_weight, shape, hidden, length=length, packing=packing
         )
         y = y.to(x.dtype)
-    return layout.emptied(y), _as_state(hidden, x, shape) if returns_state else None
+    return layout.unpad_if_empty(y), _as_state(hidden, x, shape) if returns_state else None
 
 
 def _mix(
@@ -377,5 +377,5 @@ def _check(
         low, high = torch.aminmax(log_decay.detach())
         if not (-math.inf < low and high <= 0):  # also rejects NaN
             raise ValueError(
-                f"log_decay spans {low} to {high}, expected finite values of at most 0"
+                f"log_decay ranges from {low} to {high}, expected finite values of at most 0"
             )

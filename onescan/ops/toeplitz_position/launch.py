@@ -21,7 +21,7 @@ from onescan.ops.backend import chip_of, launch, name_of, target_programs
 from onescan.ops.packing import Packing
 from onescan.shapes import Hidden, HiddenStates, ToeplitzCoefficients
 
-LEAST_SPLIT = 256  # tokens; a part adds E numbers per channel
+MIN_SPLIT = 256  # tokens; a part adds E numbers per channel
 WARPS = 4  # other kernels have 4 warps per program, these kernels have 1
 
 
@@ -260,7 +260,7 @@ def _split(
     target = -(-WARPS * target_programs(device) // across)
     if spans is None:
         parts = -(-target // max(line.lines, 1))
-        tokens = max(LEAST_SPLIT, -(-line.length // parts))
+        tokens = max(MIN_SPLIT, -(-line.length // parts))
         tokens = -(-tokens // kernels.REFRESH) * kernels.REFRESH
         parts = -(-line.length // tokens)
     else:

@@ -81,7 +81,7 @@ def carried(
         update = forms.advance(initial, visible.flip(-1) if backward else visible, a, length)
         updates.append((update, decay))
     pending, empty = start_carry(ranks, updates), (torch.zeros_like(hidden),)
-    own_outputs = local()
+    local_outputs = local()
     states = carry(ranks, updates, empty, linear_step, linear_compose, pending=pending)
     y = torch.zeros_like(flat)
     for backward, (((before,), _), initial) in enumerate(zip(states, initial_states, strict=False)):
@@ -94,7 +94,7 @@ def carried(
             read = read * (is_continued.flip(1) if backward else is_continued)
         y = y + read
     y = forms.channels_last(y.view(lines.shape).movedim(-1, 2))
-    return own_outputs + y, states[0][1][0]
+    return local_outputs + y, states[0][1][0]
 
 
 def by_channels(

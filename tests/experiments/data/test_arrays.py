@@ -142,7 +142,7 @@ def test_other_types_become_float32(tmp_path, dtype):
     splits = build(save(tmp_path / "a", x=x, y=Y.astype(np.uint8)), axes=1, test_fraction=0.25)
     batch, labels = read(splits.train)
     assert batch.dtype == torch.float32
-    assert np.array_equal(batch[:, 0], x[splits.train.places].astype(np.float32))
+    assert np.array_equal(batch[:, 0], x[splits.train.indices].astype(np.float32))
     assert labels.dtype == torch.int64
 
 
@@ -196,7 +196,7 @@ FOUR = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
         ({"y": Y[:5]}, {}, r"y has shape \(5,\), expected \(12,\)"),
         ({"y": Y - 1}, {}, r"y\[0\] is -1, expected 0 to"),
         ({"y": Y * 10**6}, {}, r"y\[1\] is 1000000, expected 0 to 999999"),
-        ({}, {"class_names": ("a", "b")}, r"y\[2\] is 2, expected 0 to 1, .* 2 names, from"),
+        ({}, {"class_names": ("a", "b")}, r"y\[2\] is 2, expected 0 to 1, .* 2 names, starting"),
         ({"y": Y * 0}, {}, "one class"),
         ({"y": None}, {}, "no array y, .* found: x"),
         ({"x": None, "z": X}, {}, "no array x, .* found: y, z"),

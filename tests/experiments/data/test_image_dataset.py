@@ -298,7 +298,7 @@ def one_class_of_one(root):
             for names, options, message in (
                 (["."], {}, r"0\.png is in no class folder"),
                 (["train"], {}, r"0\.png is in no class folder"),
-                (["images", "masks"], {}, "for segmentation, train the recipe segmenter"),
+                (["images", "masks"], {}, "use the recipe segmenter for segmentation"),
                 (["train/cat", "test/cat"], {}, "one class"),
                 (["train/cat", "train/dog", "val/images"], {}, "class 'images'"),
                 (["cat", "dog", "test"], {}, "cat, dog, test; .* 'test'"),
@@ -312,7 +312,7 @@ def one_class_of_one(root):
                 ({"train_split": "dev"}, "train_split is 'dev', .* test, train"),
                 ({"test_split": "dev"}, "test_split is 'dev', .* test, train"),
                 ({"test_split": "train"}, "test_split is 'train'"),
-                ({"name": "plain"}, "name is 'plain', expected none"),
+                ({"name": "plain"}, "name is 'plain', expected None"),
             )
         ),
         (one_class_of_one, {}, "class 'dog' has one example"),
@@ -387,7 +387,9 @@ def test_parquet_files_that_differ_are_named(tmp_path, streaming):
         build(tmp_path, streaming=streaming, class_names=("a", "b", "c"))
     write_parquet(more, ["of another", "type"])
     if not streaming:
-        with pytest.raises(ValueError, match=f"label of {more} holds string, of {first} int64$"):
+        with pytest.raises(
+            ValueError, match=f"label holds string in {more}, but int64 in {first}$"
+        ):
             build(tmp_path)
     write_parquet(tmp_path / "extra.parquet", [0, 1])
     with pytest.raises(ValueError, match=r"extra\.parquet names no split"):

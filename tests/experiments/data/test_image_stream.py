@@ -121,7 +121,7 @@ def resume(images, cut, pairs, **options):
 def test_a_damaged_state_is_refused(folder, change):
     images = build(folder, shuffle_block=8).train
     state = epoch_of(images, seed=0)[12][1]
-    with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+    with pytest.raises(ValueError, match=r"data_state is .*, but .* must be|cannot be read"):
         epoch_of(images, seed=0, start=13, data_state={**state, **change})
 
 

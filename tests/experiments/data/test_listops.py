@@ -178,9 +178,9 @@ GOOD = "Source\tTarget\n[MAX 1 2 ]\t2\n"
         *(
             (f"{GOOD}{line}\n", 3, found)
             for line, found in (
-                ("[MAX 1 2 ]", "1 cell between"),
+                ("[MAX 1 2 ]", "1 cell separated"),
                 ("[MAX 1 2 ]\t2\t2", "3 cells"),
-                ("", "1 cell between"),
+                ("", "1 cell separated"),
                 ("[MAX 1 2 ]\t12", "'12', expected 0 to 9"),
                 ("[MAX 1 2 ]\t1", "1, but .* 2"),
                 ("[MAX 1 X ]\t1", "'X'"),
@@ -210,7 +210,7 @@ def test_malformed_lines_are_rejected_with_file_and_line(tmp_path, text, line, f
         (
             {"min_length": 2, "max_length": 3, "max_depth": 2, "max_args": 2},
             ("train", 0),
-            "min_length is 2 and max_length 3",
+            "min_length is 2 and max_length is 3",
         ),
         ({}, ("train", -1), "index is -1"),
         ({}, ("train", True), "index is True"),

@@ -212,7 +212,7 @@ def test_masks_are_trained_and_predicted(tmp_path, capsys):
     (images / "a").mkdir()
     (images / "3.jpg").rename(images / "a" / "2.jpg")
     assert main(["predict", run, str(images), "--out", str(tmp_path / "others")]) == 2
-    assert "have the same name" in capsys.readouterr().err
+    assert "would both be written to" in capsys.readouterr().err
     assert not (tmp_path / "others").exists()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "x.png").write_text("no")

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.tree import DecisionTreeClassifier
 
 from onescan.experiments.data.long_range import Pathfinder, PathfinderConfig, PathfinderFolder, draw
-from onescan.experiments.data.long_range.curves import MEASURES
+from onescan.experiments.data.long_range.curves import DIMENSIONS
 
 KINDS = [(32, 6), (32, 14), (64, 9), (64, 14)]
 FINE = 4
@@ -87,9 +87,9 @@ def test_an_image_contains_two_discs_and_all_dashes(side, contour_length):
 
 
 @pytest.mark.parametrize(("side", "contour_length"), [*KINDS, (128, 14), (256, 6)])
-def test_curves_follow_their_measures(side, contour_length):
-    measures = MEASURES[side]
-    style = measures.style
+def test_curves_follow_their_dimensions(side, contour_length):
+    dimensions = DIMENSIONS[side]
+    style = dimensions.style
     for scene in scenes(side, contour_length, 6):
         for curve in scene.curves:
             for dash, after in pairwise(curve):
@@ -99,8 +99,8 @@ def test_curves_follow_their_measures(side, contour_length):
                 assert abs(turn) < 90 / style.continuity
             places = middle_lines(curve)
             inside = np.array([places.real, places.imag])
-            assert inside.min() > measures.radius
-            assert inside.max() < side - measures.radius
+            assert inside.min() > dimensions.radius
+            assert inside.max() < side - dimensions.radius
         for one, other in combinations(map(middle_lines, scene.curves), 2):
             assert abs(one[:, None] - other).min() > max(style.gap, 0.8 * style.clearance)
 
@@ -161,7 +161,7 @@ def simple_statistics(scene):
 @pytest.mark.slow
 def test_discs_do_not_touch_and_simple_statistics_do_not_predict_the_label():
     drawn = scenes(32, 14, 300)
-    room = 2 * MEASURES[32].radius + MEASURES[32].style.clearance
+    room = 2 * DIMENSIONS[32].radius + DIMENSIONS[32].style.clearance
     assert min(abs(scene.discs[0] - scene.discs[1]) for scene in drawn) >= room
     labels = np.array([scene.label for scene in drawn])
     statistics = np.array([simple_statistics(scene) for scene in drawn])
@@ -224,7 +224,7 @@ def test_published_folders_are_read(published, caplog):
 def test_malformed_metadata_is_rejected_with_file_and_line(published, line):
     with (published / "metadata/2.npy").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match=rf"2\.npy, line 3: '{line}'"):
+    with pytest.raises(ValueError, match=rf"2\.npy, line 3 is '{line}'"):
         PathfinderFolder(published)
     np.save(published / "metadata/2.npy", np.array([["imgs/2", "sample_0.png", "0", "1"]]))
     with pytest.raises(ValueError, match=r"2\.npy is not text"):

@@ -128,7 +128,7 @@ def test_batches_are_cut_to_their_largest_size_and_masked(tmp_path, axes, layout
     x = {"first": x, "last": np.moveaxis(x, 1, -1), "none": x[:, 0]}[layout]
     path = save(tmp_path / "a.npz", x=x, y=Y, lengths=lengths)
     data = config(path, axes, channels_first=layout == "first").build().train
-    places = data.places.tolist()
+    places = data.indices.tolist()
     for rows in ([5, 2, 9], [7], range(len(places))):
         values, labels, keep = read(data, rows)
         chosen = [examples[places[row]] for row in rows]
@@ -144,7 +144,7 @@ def test_statistics_are_of_real_positions(tmp_path, monkeypatch, dtype, chunk):
     monkeypatch.setattr("onescan.experiments.data.arrays.CHUNK", chunk)
     examples = [np.abs(x * 10).astype(dtype) for x in ragged(2, dtype=np.float64)]
     splits = config(saved(tmp_path / "a.npz", examples, fill=99), axes=2).build()
-    chosen = [examples[place].reshape(2, -1) for place in splits.train.places.tolist()]
+    chosen = [examples[place].reshape(2, -1) for place in splits.train.indices.tolist()]
     values = np.concatenate(chosen, axis=1) / (255 if dtype == np.uint8 else 1)
     assert splits.format.mean == pytest.approx(values.mean(axis=1, dtype=np.float64))
     assert splits.format.std == pytest.approx(values.std(axis=1, dtype=np.float64))
@@ -171,7 +171,7 @@ def test_lengths_of_one_column_are_along_the_first_axis(tmp_path):
     keep = read(splits.train)[2]
     assert keep.shape[2:] == LARGEST[1:]
     assert (keep == keep[:, :, :1, :1]).all()
-    assert keep[:, :, 0, 0].sum(dim=1).tolist() == slices[splits.train.places].tolist()
+    assert keep[:, :, 0, 0].sum(dim=1).tolist() == slices[splits.train.indices].tolist()
 
 
 def test_training_and_test_arrays_may_be_padded_to_different_sizes(tmp_path):
@@ -186,7 +186,7 @@ def test_training_and_test_arrays_may_be_padded_to_different_sizes(tmp_path):
     assert splits.format.shape == (max(some.max(), others.max()),)
     assert read(splits.test)[2].sum(dim=1).tolist() == others[:, 0].tolist()
     with pytest.raises(
-        ValueError, match="where the lengths of x_train and x_test are in lengths_train"
+        ValueError, match="lengths_train and lengths_test, but there is lengths_train"
     ):
         config(save(tmp_path / "a.npz", **arrays, lengths_train=some)).build()
 
@@ -211,7 +211,7 @@ def changed(row, size):
         ({"lengths": SIZES / 1}, "lengths holds float64, expected integers"),
         (
             {"lengths_train": SIZES},
-            "the lengths of x are in lengths_train, expected lengths, or no lengths",
+            "the sizes of the examples in x must be in lengths, but there is lengths_train",
         ),
         ({"lengths": SIZES, "x": None}, "no array x"),
     ],
@@ -241,7 +241,7 @@ def test_losses_and_predictions_are_those_of_each_example_alone(tmp_path, axes, 
     model = Double(config_of_model.build()).eval()
     batch, losses = read(splits.train), []
     outputs, rows = task._apply(model, batch), task.predict(model, batch)
-    for row, place in enumerate(splits.train.places.tolist()):
+    for row, place in enumerate(splits.train.indices.tolist()):
         alone = torch.from_numpy(examples[place])[None], splits.train.labels[[place]]
         want = model(task.format.model_input(alone[0]))
         torch.testing.assert_close(outputs[[row]], want, rtol=0, atol=1e-9)

@@ -449,7 +449,7 @@ def test_what_is_left_out_is_noted(tmp_path, monkeypatch):
         data = build(folder, on_error="skip")
         assert data.notes == (
             f"left out 3 files of other types in {folder}: 2 .md, 1 .png",
-            f"left out 1 of 4 documents of {folder} (split train) that cannot be read",
+            f"left out 1 of 4 documents of {folder} (split train), which cannot be read",
             f"left out 2 empty documents of {folder} (split train)",
             "the last 6 of 14 tokens are held out, because there is no test split",
         )
@@ -757,7 +757,7 @@ def test_a_damaged_data_state_is_rejected(tmp_path, monkeypatch, kind):
         if kind == "hub"
     ]
     for damaged in [*changed, {"row": 0}, {**state, "evil": 1}]:
-        with pytest.raises(ValueError, match=r"data_state is .*, expected|cannot be read"):
+        with pytest.raises(ValueError, match=r"data_state is .*, but .* must be|cannot be read"):
             list(data.examples(seed=4, start=1, data_state=damaged))
 
 

@@ -436,7 +436,7 @@ class Images(Source):
 def test_images_that_are_not_finite_are_rejected(tmp_path, classifier):
     source = Images(10, torch.nan)
     accumulator = Accumulator(source, 10, open_features(classifier, CPU), 10, tmp_path)
-    with pytest.raises(ValueError, match="constant: images 0 to 5 have NaN"):
+    with pytest.raises(ValueError, match="constant: images 0 to 5 contain NaN"):
         accumulator.read(source, batch_size=5, name="", progress=False)
 
 

@@ -203,5 +203,5 @@ def test_precision_and_recall_need_neighbors(real, generated, name):
 
 
 def test_precision_and_recall_reject_different_features():
-    with pytest.raises(ValueError, match="real has 2 features and generated 3"):
+    with pytest.raises(ValueError, match="real has 2 features and generated has 3"):
         precision_recall(numbers(9, 2), numbers(9, 3))

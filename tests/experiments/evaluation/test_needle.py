@@ -188,7 +188,7 @@ def test_settings_out_of_range_are_rejected(tmp_path, field, value, message):
 
 def test_lengths_beyond_the_limit_of_the_model_are_rejected(tmp_path):
     model = built(CausalLMConfig(**{**BYTES, **CAUSAL["gpt2"]}))
-    with pytest.raises(ValueError, match="lengths has 200, but the model is limited to 40"):
+    with pytest.raises(ValueError, match="lengths contains 200, but the model is limited to 40"):
         measure(tmp_path, model)
 
 
@@ -211,7 +211,7 @@ def test_the_command_evaluates_a_run(text, tmp_path, capsys):
     own = ["--out", str(tmp_path / "own"), "--haystack", str(tmp_path / "hay.txt")]
     assert main([*argv, *own]) == 0
     assert main([*argv, "--out", str(out), "--lengths", "90000"]) == 2
-    assert "lengths has 90000" in capsys.readouterr().err
+    assert "lengths contains 90000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -485,7 +485,7 @@ def test_a_broken_table_is_reported_before_training(folder, tmp_path, capsys):
     write_table(tables / "STS-B/dev.tsv", "STS-B", [["short"]])
     words = command(folder, "--tasks", "cola,stsb", "--no-from-mnli", "--path", str(tables))
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert "STS-B/dev.tsv, line 2: 1 cell between tabs" in capsys.readouterr().err
+    assert "STS-B/dev.tsv, line 2: 1 cell separated by tabs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -130,7 +130,7 @@ def test_arrays_of_any_axes(tmp_path, shape):
         ((3, 8, 16, 16), {}, (3, True, (8, 16, 16), 3), "channels first"),
         ((3, 3), {}, (1, False, (3,), 3), "channels last"),
         ((6, 300), {}, (1, True, (300,), 6), "300 values, 6 channels, channels first .the shorter"),
-        ((300, 12), {}, (1, False, (300,), 12), "if wrong, pass --data.channels-first"),
+        ((300, 12), {}, (1, False, (300,), 12), "if this is wrong, pass --data.channels-first"),
         ((300, 12), {"data.axes": 1}, (1, False, (300,), 12), "channels last"),
         ((6, 300), {"data.axes": 2}, (2, False, (6, 300), 1), "no axis of channels"),
         ((6, 300), {"data.channels_first": False}, (1, False, (6,), 300), "channels last$"),
@@ -289,7 +289,7 @@ def test_more_are_held_out_of_small_data(tmp_path, count, classes):
     run, lines = inferred("signal_classifier", tmp_path / "data.npz")
     assert len(run.data.build().test) == classes
     assert lines[-1].startswith("held out: ")
-    with pytest.raises(ValueError, match=r"as with 0\."):
+    with pytest.raises(ValueError, match=r"for example with 0\."):
         inferred("signal_classifier", tmp_path / "data.npz", {"data.test_fraction": 0.01})
 
 
@@ -316,14 +316,14 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
 def test_labels_with_gaps_are_warned_of(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 * 2)
     _, lines = inferred("signal_classifier", tmp_path / "data.npz")
-    assert lines[-1] == "warning: no training examples of class 1, 3; labels count from 0"
+    assert lines[-1] == "warning: no training examples of class 1, 3; labels start at 0"
 
 
 def test_labels_that_start_at_one_are_refused(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 + 1)
     argv = ("train", "signal_classifier", "--data.path", tmp_path / "data.npz")
     assert onescan(*argv) == 2
-    assert "the lowest label is 1, but labels count from 0: save y - 1" in capsys.readouterr().err
+    assert "the lowest label is 1, but labels start at 0: save y - 1" in capsys.readouterr().err
 
 
 def test_corrupt_images_say_how_to_skip_them(tmp_path):

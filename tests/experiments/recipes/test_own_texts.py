@@ -320,7 +320,7 @@ def test_quotation_marks_in_tabbed_tables_without_quoted_cells(tmp_path):
         "a.tsv, line 2: invalid table row: it is unclear whether quotation marks enclose the text "
         "up to line 4"
     )
-    assert message in f"{found[0].place}: {found[0].fault}"
+    assert message in f"{found[0].location}: {found[0].fault}"
     assert [row.cells["text"] for row in found[1:]] == read
     with pytest.raises(ValueError, match="or belong to the text; write the table as"):
         build(path)
@@ -545,7 +545,7 @@ def test_inputs_that_are_no_texts_are_rejected(run, tmp_path, capsys):
         (tmp_path / "missing.txt", "there is no file"),
         (tmp_path / "notes.md", "notes.md is not a file of texts, expected a name ending in .txt"),
         (tmp_path / "other.csv", "other.csv has no column 'text'; available: body (--text"),
-        (" ", "inputs has an empty text"),
+        (" ", "inputs contains an empty text"),
         (tmp_path, "is a folder, expected a text or a file"),
     ]:
         assert onescan("predict", run, argument) == 2

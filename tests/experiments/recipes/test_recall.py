@@ -136,8 +136,8 @@ def test_sequences_depend_only_on_seed_split_and_index():
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"keys": 4}, r"data\.pairs has 5, .* data\.keys, 4"),
-        ({"length": 26}, r"data\.test_pairs has 9, .* data\.length, 26"),
+        ({"keys": 4}, r"data\.pairs contains 5, .* data\.keys 4"),
+        ({"length": 26}, r"data\.test_pairs contains 9, .* data\.length 26"),
         ({"pairs": ()}, r"data\.pairs is empty"),
         ({"test_pairs": (3, 0)}, r"data\.test_pairs\[1\] is 0"),
         ({"values": 0}, r"data\.values is 0"),

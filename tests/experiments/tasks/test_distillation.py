@@ -428,9 +428,11 @@ def test_class_names_may_differ_but_not_their_order(transformers):
     found = load_teacher("regnet")
     found.check(colour, NAMES)
     found.check(colour, ("n01", "n02", "n03"))
-    with pytest.raises(ValueError, match="'regnet' calls class 0 'rows', the data calls it 'col"):
+    with pytest.raises(
+        ValueError, match="'regnet' calls class 0 'rows', but the data calls it 'col"
+    ):
         found.check(colour, ("columns", "rows", "noise"))
-    with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, the data has 1"):
+    with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, but the data has 1"):
         found.check(GREY, NAMES)
     transformers.processor.do_normalize = False
     with pytest.raises(ValueError, match="'regnet' does not standardize its images"):
@@ -487,8 +489,8 @@ def test_the_mean_of_all_tokens_excludes_the_distillation_token():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (NAMES[:2], "has 3 classes, the data has 2"),
-        (("a", "b", "c"), "calls class 0 'rows', the data calls it 'a'"),
+        (NAMES[:2], "has 3 classes, but the data has 2"),
+        (("a", "b", "c"), "calls class 0 'rows', but the data calls it 'a'"),
     ],
 )
 def test_teachers_with_other_classes_are_rejected(teacher, names, message):

@@ -402,6 +402,9 @@ def test_reports_show_forecasts_beside_baselines(tmp_path):
     assert [row[0] for row in errors[1:]] == ["model", "seasonal naive", "linear"]
     means = [np.mean([run.metrics[f"{key}mae"] for run in runs]) for key in ("", "linear_")]
     assert [float(errors[i][2].split()[0]) for i in (1, 3)] == pytest.approx(means, rel=1e-3)
+    mase = [float(row[1].split()[0]) for row in errors[1:]]
+    assert mase[0] > max(mase[1:])  # after one epoch
+    assert "Seasonal naive and linear have a lower MASE than the model." in page.text
     drawn = charts(page)
     assert sum("truth" in text for text in drawn) == 6
     assert any(text.startswith("Line chart of mean absolute error over step") for text in drawn)

@@ -118,7 +118,7 @@ def test_maps_are_inferred_from_the_shape_of_y(tmp_path, y, kind, names, note):
     assert re.search(note, next(line for line in data.notes if line.startswith("y is read")))
     assert ArrayDatasetConfig(path=str(tmp_path / "a.npz")).infer_target() == kind
     maps = batch_of(data.train, 4)[1]
-    rows = y[data.train.places.numpy()[:4]]
+    rows = y[data.train.indices.numpy()[:4]]
     expected = rows.reshape(4, *SIDES) if kind == "class_map" else rows
     if kind == "value_map":
         expected = rows[:, None] if rows.ndim == 3 else rows
@@ -177,7 +177,7 @@ def test_unusable_maps_are_refused(tmp_path, y, options, message):
 
 def test_training_and_test_maps_agree(tmp_path):
     arrays = {"x_train": X, "x_test": X, "y_train": VALUES, "y_test": VALUES[..., :1]}
-    with pytest.raises(ValueError, match="2 in y_train and 1 in y_test, expected the same"):
+    with pytest.raises(ValueError, match="per position differs: 2 in y_train and 1 in y_test"):
         build(save(tmp_path / "a.npz", **arrays))
     arrays |= {"y_train": np.minimum(CLASSES, 1), "y_test": CLASSES}
     with pytest.raises(ValueError, match="where y_test has class 2, expected 0 to 1"):
@@ -202,7 +202,7 @@ def test_unknown_positions_are_marked_and_counted(tmp_path):
 def test_statistics_are_those_of_known_training_values(tmp_path):
     y = with_unknown(VALUES, np.s_[::2, 1])
     data = splits(tmp_path, y)
-    rows = y[data.train.places.numpy()].reshape(-1, 2)
+    rows = y[data.train.indices.numpy()].reshape(-1, 2)
     np.testing.assert_allclose(data.target.mean, np.nanmean(rows, 0), rtol=1e-12)
     np.testing.assert_allclose(data.target.std, np.nanstd(rows, 0), rtol=1e-9)
     maps = batch_of(data.train, 5)[1]
@@ -256,7 +256,7 @@ def test_dice_loss_equals_its_definition():
 def test_class_weights_have_a_mean_of_one(tmp_path, weights):
     data = splits(tmp_path, CLASSES)
     task = SegmentationConfig(class_weights=weights).build(data)
-    shares = np.bincount(CLASSES[data.train.places.numpy()].flatten()) / (15 * 70)
+    shares = np.bincount(CLASSES[data.train.indices.numpy()].flatten()) / (15 * 70)
     assert (task.weights.numpy() * shares).sum() == pytest.approx(1)
     expected = 1 / shares if weights == "balanced" else np.array(weights)
     assert np.allclose(task.weights / task.weights[2], expected / expected[2])
@@ -432,7 +432,7 @@ def test_windows_of_different_sizes_keep_targets_in_place(tmp_path):
     grids, maps, keep = task.augment(batch_of(task.train, 15), 3)
     assert torch.equal(keep, grids[:, 0] > 0)
     assert torch.equal(maps, torch.where(keep, grids[:, 0].long() % 3, IGNORED))
-    heights = np.minimum(sizes[task.train.places], [4, 99])
+    heights = np.minimum(sizes[task.train.indices], [4, 99])
     assert keep.any(2).sum(1).tolist() == heights[:, 0].tolist()
     assert keep.any(1).sum(1).tolist() == heights[:, 1].tolist()
     assert keep[:, 0, 0].all()

@@ -171,7 +171,7 @@ def test_invalid_settings_are_rejected(task):
 
 
 def test_label_smoothing_requires_classes():
-    with pytest.raises(ValueError, match=r"label_smoothing is 0\.1, expected 0: .* are numbers"):
+    with pytest.raises(ValueError, match=r"label_smoothing is 0\.1, expected 0, .* are numbers"):
         SequenceClassificationConfig(label_smoothing=0.1).build(numbered())
 
 
@@ -233,7 +233,7 @@ def test_what_is_wrong_with_listops_is_said(tmp_path):
     ):
         ListOpsDataConfig(**at).build()
     for drawn in ({"expressions": SMALL}, {"train_examples": 7}):
-        with pytest.raises(ValueError, match=r"data\.path is .* expected no data\.expressions"):
+        with pytest.raises(ValueError, match=r"data\.path is .* data\.expressions, .* is set too"):
             ListOpsDataConfig(**at, **drawn).build()
     with pytest.raises(ValueError, match=r"data\.test_examples is 0"):
         listops(test_examples=0).build()
@@ -285,7 +285,7 @@ def test_a_published_folder_is_cut_in_three(tmp_path):
         sequence.label == sequence.tokens[0] % 2
         for sequence in (data.train.example(i) for i in range(16))
     )
-    assert torch.equal(val.train.places, data.train.places)
+    assert torch.equal(val.train.indices, data.train.indices)
 
 
 def test_what_is_wrong_with_pathfinder_is_said(tmp_path):
@@ -296,7 +296,7 @@ def test_what_is_wrong_with_pathfinder_is_said(tmp_path):
     write_published(tmp_path / "few", 1)
     with pytest.raises(ValueError, match="has too few images: 1"):
         PathfinderDataConfig(path=str(tmp_path / "few")).build()
-    with pytest.raises(ValueError, match=r"expected no data\.images\.contour_length"):
+    with pytest.raises(ValueError, match=r"but data\.images\.contour_length, .* is set too"):
         pathfinder(path=str(tmp_path / "large")).build()
 
 
@@ -398,15 +398,15 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"train\.tsv, line 3: the text is empty"):
         broken.example(1)
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\nbad\n")
-    says(r"train\.tsv, line 3: 1 cell between tabs, expected 2: text, label")
+    says(r"train\.tsv, line 3: 1 cell separated by tabs, expected 2: text, label")
     (tmp_path / "train.tsv").write_text("text\tlabel\nfine\tpos\n")
-    says("texts have 1 classes, expected two or more")
+    says("texts have 1 class, expected at least two")
     (tmp_path / "train.tsv").write_text("text\tlabel\n")
     says(r"train\.tsv holds no rows")
     (tmp_path / "train.tsv").write_bytes(b"\xff\t\n")
-    says(r"train\.tsv, line 1: is not text")
+    says(r"train\.tsv, line 1 is not UTF-8 text")
     (tmp_path / "train-2.tsv").write_text("text\tlabel\nfine\tpos\n")
-    says(r"where 2 tables are of train, expected one: .*train-2\.tsv and .*train\.tsv")
+    says(r"where 2 tables belong to the split train, expected one: .*train-2\.tsv and .*train\.tsv")
     (tmp_path / "test.tsv").unlink()
     says("has no test split, expected one of validation, valid, val, test")
 
@@ -435,7 +435,10 @@ def test_pairs_are_one_sequence_with_a_separator(tmp_path):
     [
         ("2\t1\t2\ta\tb\n", "line 3: the label is '2', expected 0 or 1"),
         ("1\t1\t2\ta\t\n", "line 3: text2 is empty"),
-        ("1\t1\t2\ta\n", "line 3: 4 cells between tabs, expected 5: label, id1, id2, text1, text2"),
+        (
+            "1\t1\t2\ta\n",
+            "line 3: 4 cells separated by tabs, expected 5: label, id1, id2, text1, text2",
+        ),
     ],
 )
 def test_what_is_wrong_with_pairs_is_said(tmp_path, line, says):

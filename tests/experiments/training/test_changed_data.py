@@ -86,7 +86,9 @@ def test_a_run_does_not_start_from_a_model_with_another_order_of_classes(finishe
     (tmp_path / "data" / "b").rename(tmp_path / "data" / "z")
     (tmp_path / "data" / "c").rename(tmp_path / "data" / "b")
     (tmp_path / "data" / "z").rename(tmp_path / "data" / "a")  # as they were
-    with pytest.raises(ValueError, match="in another order than the data: a, b instead of b, a"):
+    with pytest.raises(
+        ValueError, match="in another order than those of the data: a, b instead of b, a"
+    ):
         init_from(str(finished), TinyModelConfig(num_classes=2).build(), ("b", "a"))
     run = run_on_folders(str(tmp_path / "data"), epochs=1)
     train(dataclasses.replace(run, init_from=str(finished)), tmp_path / "next")

@@ -343,7 +343,9 @@ def test_invalid_settings_are_rejected(changes, message):
 def test_invalid_classifiers_are_rejected(tmp_path, classifier):
     other = tiny_run(epochs=1)
     folder = train(other, tmp_path / "other").folder
-    with pytest.raises(ValueError, match=r"task.classifier '.*' calls class 0 'rows', the data"):
+    with pytest.raises(
+        ValueError, match=r"task.classifier '.*' calls class 0 'rows', but the data"
+    ):
         load_classifier(str(folder))
     with pytest.raises(FileNotFoundError, match=r"task.classifier is 'no/such/run'"):
         load_classifier("no/such/run")

@@ -207,4 +207,4 @@ def test_a_run_is_evaluated_on_its_validation_and_on_its_test_split(tmp_path, ca
     assert main(["evaluate", str(folder), "--split", "dev"]) == 2
     assert "--split is 'dev', but" in capsys.readouterr().err
     assert main(["evaluate", str(folder), "--split", "test", "--lengths", "16"]) == 2
-    assert "split is test, but is not supported with --lengths" in capsys.readouterr().err
+    assert "split is test, which is not supported with --lengths" in capsys.readouterr().err

@@ -87,5 +87,5 @@ def test_a_missing_vae_is_found_before_the_first_step(latents, tmp_path):
 def test_latents_have_no_augmentation_or_classifier(name, latents):
     value = DeitAugmentConfig(num_ops=0, random_erasing=0.0) if name == "augment" else "runs/x"
     config = dataclasses.replace(ImageGenerationConfig(samples_per_class=0), **{name: value})
-    with pytest.raises(ValueError, match=f"task.{name} is given, but the data are latents"):
+    with pytest.raises(ValueError, match=f"task.{name} is set, but the data are latents"):
         config.build(LatentsConfig(path=str(latents)).build())

@@ -275,7 +275,7 @@ def test_a_gradient_that_is_not_finite_ends_training():
         ),
         (
             {"transfer_steps": 8, "steps": 0, "transfer_learning_rate": 1e4},
-            r"^attention transfer diverged at step 8: the transfer loss of bert\.\S* is .*, and "
+            r"^attention transfer diverged at step 8: the transfer loss of bert\.\S* is .*, but "
             r"was .* at step 1; try a smaller transfer_learning_rate \(now 10000\.0\)$",
         ),
     ],

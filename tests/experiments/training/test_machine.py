@@ -148,8 +148,8 @@ def test_a_resumed_run_shows_what_has_changed(tmp_path, capsys):
     train(run, tmp_path, progress=True)
     changes = [line for line in capsys.readouterr().err.splitlines() if "changed: " in line]
     assert changes == [
-        "changed: backend was auto, is torch",
-        "changed: matmul_precision was highest, is high",
+        "changed: backend was auto and is now torch",
+        "changed: matmul_precision was highest and is now high",
     ]
     assert [e.since_step for e in read_manifest(tmp_path).environments] == [0, 3]
 

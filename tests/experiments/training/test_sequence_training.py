@@ -411,7 +411,7 @@ def test_a_rank_reads_its_tokens_and_the_next_one(size):
 @pytest.mark.parametrize("channels", [None, "first", "last"])
 def test_a_rank_reads_its_shard_of_arrays(channels):
     shape = {None: (5, 6, 4), "first": (5, 2, 6, 4), "last": (5, 6, 4, 2)}[channels]
-    options = {"labels": torch.arange(5), "places": torch.arange(5), "axes": 2}
+    options = {"labels": torch.arange(5), "indices": torch.arange(5), "axes": 2}
     data = ArrayDataset(
         x=np.random.default_rng(0).random(shape), channels_first=channels == "first", **options
     )

@@ -258,14 +258,14 @@ def test_a_tracker_that_does_not_start_is_an_error(error, tmp_path, services, mo
         raise error("no API key")
 
     monkeypatch.setattr(services["wandb"], "init", init)
-    with pytest.raises(OSError, match=r"wandb, of machine\.trackers, .*no API key"):
+    with pytest.raises(OSError, match=r"wandb in machine\.trackers .*no API key"):
         open_trackers(("trackio", "wandb"), folder=tmp_path, run=tiny_run(), step=0)
     assert services["trackio"].finished == 1
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(OSError, match=r"tensorboard, of machine\.trackers"):
+    with pytest.raises(OSError, match=r"tensorboard in machine\.trackers"):
         open_trackers(None, folder=tmp_path / "run", run=tiny_run(), step=1)
 
 

@@ -354,7 +354,7 @@ def test_settings_that_do_not_fit_a_growing_batch_are_refused(name, value):
 
 def test_a_ramp_without_an_initial_batch_size_is_rejected():
     with pytest.raises(
-        ValueError, match=r"ramp is 0\.25, but requires training.initial_batch_size"
+        ValueError, match=r"ramp is 0\.25, which requires training.initial_batch_size"
     ):
         TrainingConfig(batch_size_ramp=0.25)
 

@@ -1,4 +1,4 @@
-"""Dashed curves in a square image, grown dash by dash at a distance from each other, and drawn.
+"""Dashed curves in a square image: grown dash by dash, kept apart from each other, and drawn.
 
 Points are complex numbers, x + iy in pixels, with x to the right and y down from the upper left
 corner. Directions are complex numbers of length 1.
@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from onescan.experiments.data.long_range.rng import random_below
 
-GreyImage = UInt8[np.ndarray, "side side"]  # 0 is black, 255 is white
+GrayImage = UInt8[np.ndarray, "side side"]  # 0 is black, 255 is white
 Points = Complex[np.ndarray, "*points"]
 Free = Bool[np.ndarray, "*points"]
 Stencil = Bool[np.ndarray, "cells cells"]
@@ -27,27 +27,28 @@ STARTS = 16  # candidates for a first dash
 SPACING = 0.75  # between the points that stand for a line, relative to the clearance
 MAX_UNDO = 4  # dashes removed at once where a curve cannot continue
 
-GREY, WHITE = 190, 255  # of dashes and of discs
+GRAY, WHITE = 190, 255  # of dashes and of discs
 OVERSAMPLING = 4  # drawn this many times larger, and averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurveStyle:
-    """Measures of dashed curves, in pixels."""
+    """Dimensions of dashed curves, in pixels."""
 
     dash: float
     """Length of a dash."""
     gap: float
     """Distance along the curve between the end of a dash and the start of the next."""
     clearance: float
-    """Minimum distance between the middle lines of two curves, within a fifth; above the gap."""
+    """Minimum distance between the center lines of two curves, accurate to a fifth. Must exceed the
+    gap."""
     continuity: float
     """Smoothness: from dash to dash, a curve bends by up to 90 degrees divided by this."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measures:
-    """Measures of images of one size, in pixels."""
+class Dimensions:
+    """Dimensions of curves and discs in images of one size, in pixels."""
 
     style: CurveStyle
     """Style of all curves."""
@@ -55,37 +56,37 @@ class Measures:
     """Thickness of a dash."""
     radius: float
     """Radius of a disc."""
-    distracting: int
+    distractor_dashes: int
     """Total number of dashes of the distractor curves."""
 
 
-MEASURES = {
-    32: Measures(
+DIMENSIONS = {
+    32: Dimensions(
         style=CurveStyle(dash=2.0, gap=1.5, clearance=3.0, continuity=1.0),
         thickness=1.0,
         radius=1.5,
-        distracting=20,
+        distractor_dashes=20,
     ),
-    64: Measures(
+    64: Dimensions(
         style=CurveStyle(dash=5.0, gap=2.0, clearance=4.0, continuity=1.4),
         thickness=1.0,
         radius=2.5,
-        distracting=22,
+        distractor_dashes=22,
     ),
-    128: Measures(
+    128: Dimensions(
         style=CurveStyle(dash=5.0, gap=5.0, clearance=8.0, continuity=1.8),
         thickness=1.5,
         radius=3.0,
-        distracting=35,
+        distractor_dashes=35,
     ),
-    256: Measures(
+    256: Dimensions(
         style=CurveStyle(dash=5.0, gap=6.0, clearance=10.0, continuity=1.8),
         thickness=2.0,
         radius=5.0,
-        distracting=30,
+        distractor_dashes=30,
     ),
 }
-"""Measures by image side, from the files of the Long Range Arena where those define them.
+"""Dimensions by image side, from the files of the Long Range Arena where those define them.
 
 The clearance is our choice, and so are gap and thickness at 32 and the continuity at 64: with these
 values, two curves of 14 dashes fit and can be distinguished.
@@ -115,15 +116,15 @@ class Scene:
     """1 if both discs are on one curve, 0 if on two."""
 
 
-def draw(scene: Scene) -> GreyImage:
+def draw(scene: Scene) -> GrayImage:
     """Draw a scene: gray dashes and white discs on black."""
-    measures = MEASURES[scene.side]
-    width, radius = round(OVERSAMPLING * measures.thickness), OVERSAMPLING * measures.radius
+    dimensions = DIMENSIONS[scene.side]
+    width, radius = round(OVERSAMPLING * dimensions.thickness), OVERSAMPLING * dimensions.radius
     image = Image.new("L", (OVERSAMPLING * scene.side, OVERSAMPLING * scene.side))
     pen = ImageDraw.Draw(image)
     for start, end in chain(*scene.curves):
         ends = [OVERSAMPLING * part for part in (start.real, start.imag, end.real, end.imag)]
-        pen.line(ends, fill=GREY, width=width)
+        pen.line(ends, fill=GRAY, width=width)
     for center in scene.discs:
         pen.circle((OVERSAMPLING * center.real, OVERSAMPLING * center.imag), radius, fill=WHITE)
     return np.asarray(image.reduce(OVERSAMPLING))
@@ -140,7 +141,7 @@ class FreeSpace:
 
     def __init__(self, *, side: int, margin: float, style: CurveStyle) -> None:
         self.side, self.margin, self.style = side, margin, style
-        # Points tested for the next dash leave the image by less than the frame.
+        # Points tested for the next dash lie outside the image by less than the frame.
         frame = math.ceil((style.dash + 3 * style.gap + style.clearance) * CELLS) + 1
         cells, edge = side * CELLS + 2 * frame, frame + math.ceil(margin * CELLS)
         self.corner = complex(frame, frame)

@@ -52,7 +52,7 @@ LRA_COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 OPERATOR_PROBABILITY = 0.25
 MIN_ARGS = 2
 MAX_ATTEMPTS = 100_000
-OWNERS = ("train", *SPLITS)  # split of each quarter of all expressions
+QUARTERS = ("train", *SPLITS)  # the split of each quarter of all expressions
 
 
 # Expressions
@@ -62,7 +62,7 @@ def evaluate(tokens: Sequence[int]) -> int:
     """Return the value of an expression, a digit, in one pass with a stack.
 
     Raises:
-        ValueError: If tokens are not an expression. The message names the position of the fault.
+        ValueError: If tokens are not an expression. The message names the position of the error.
 
     >>> from onescan.inputs.listops import encode
     >>> evaluate(encode("[SM 8 [MED 1 4 6 7 ] 2 ]"))
@@ -72,7 +72,7 @@ def evaluate(tokens: Sequence[int]) -> int:
     arguments: list[list[int]] = [[]]  # the value of the whole, then arguments of each operator
     for index, token in enumerate(tokens):
         if not open_operators and arguments[0]:
-            raise _misplaced(tokens, index, "the expression had ended before it")
+            raise _misplaced(tokens, index, "the expression ended before it")
         if token in OPERATORS:
             open_operators.append((token, index))
             arguments.append([])
@@ -92,11 +92,11 @@ def evaluate(tokens: Sequence[int]) -> int:
     if open_operators:
         operator, index = open_operators[-1]
         raise ValueError(
-            f"tokens end after {len(tokens)}, and {VOCABULARY[operator]} at tokens[{index}] "
-            "has no end"
+            f"tokens ends after {len(tokens)} tokens, but {VOCABULARY[operator]} at "
+            f"tokens[{index}] is not closed"
         )
     if not arguments[0]:
-        raise ValueError("tokens are empty, expected an expression")
+        raise ValueError("tokens is empty, expected an expression")
     return arguments[0][0]
 
 
@@ -174,7 +174,7 @@ def _parse_line(line: str) -> tuple[list[int], int]:
     cells = line.split("\t")
     if len(cells) != HEADER.count("\t") + 1:
         raise ValueError(
-            f"{plural(len(cells), 'cell')} between tabs, expected an expression and a digit"
+            f"{plural(len(cells), 'cell')} separated by tabs, expected an expression and a digit"
         )
     source, target = cells
     if target not in CLASS_NAMES:
@@ -256,8 +256,9 @@ class ListOps:
             if split_of(tokens) == split:
                 return tokens, label
         raise ValueError(
-            f"min_length is {self.config.min_length} and max_length {self.config.max_length}: "
-            f"none of {MAX_ATTEMPTS} expressions for {split!r} fits, expected a wider range"
+            f"min_length is {self.config.min_length} and max_length is {self.config.max_length}, "
+            f"but none of {MAX_ATTEMPTS} random expressions is of such a length and in the split "
+            f"{split!r}: choose a wider range"
         )
 
     def _draw_tree(self, rng: Random) -> list[int] | None:
@@ -292,7 +293,7 @@ def split_of(tokens: list[int]) -> str:
     'val'
     """
     digest = blake2b(bytes(tokens), digest_size=1).digest()
-    return OWNERS[digest[0] % len(OWNERS)]
+    return QUARTERS[digest[0] % len(QUARTERS)]
 
 
 def _fill_in(counts: Iterator[int], rng: Random, tokens: list[int]) -> int:
@@ -375,8 +376,8 @@ class ListOpsDataConfig(DataConfig):
     def _read(self, folder: Path) -> tuple[SequenceSet, SequenceSet]:
         if self != ListOpsDataConfig(path=self.path, test_split=self.test_split):
             raise ValueError(
-                f"data.path is {self.path!r}, whose tables have their own sizes; expected no "
-                "data.expressions, data.train_examples or data.test_examples with it"
+                f"data.path is {self.path!r}, but data.expressions, data.train_examples or "
+                "data.test_examples is set too; they are only for generated expressions"
             )
         return _read_split(folder, "train"), _read_split(folder, self.test_split)
 

@@ -1,12 +1,12 @@
 """Pathfinder of the Long Range Arena: are two discs connected by a dashed curve?
 
 Images follow the published description (arXiv:1805.08315, arXiv:1906.01558, in the sizes of
-arXiv:2011.04006). Each contains two long curves of equal length, two discs on tips of them, and
-short distractor curves. A scene is drawn independently of its label, around a tip for which two
-other tips, the other end of its own curve and one end of the other curve, are about equally far
-from it and from the image's center. Only then the label decides which of the two gets the second
-disc. So the positions of the discs and the number of white pixels reveal almost nothing. (The
-published generator starts both curves near each other.)
+arXiv:2011.04006). Each contains two long curves of equal length, two discs at their tips, and short
+distractor curves. A scene is drawn independently of its label, around a tip for which two other
+tips, the other end of its own curve and one end of the other curve, are about equally far from it
+and from the image's center. Only then does the label decide which of the two gets the second disc.
+So the positions of the discs and the number of white pixels reveal almost nothing about the label.
+(The published generator starts both curves near each other.)
 """
 
 import logging
@@ -24,10 +24,10 @@ from torch import Tensor
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data.base import DataConfig
 from onescan.experiments.data.long_range.curves import (
-    MEASURES,
+    DIMENSIONS,
     Curve,
     FreeSpace,
-    GreyImage,
+    GrayImage,
     Scene,
     draw,
 )
@@ -100,11 +100,11 @@ class Pathfinder:
 
     def __init__(self, config: PathfinderConfig | None = None) -> None:
         self.config = config or PathfinderConfig()
-        check_choice("side", self.config.side, MEASURES)
+        check_choice("side", self.config.side, DIMENSIONS)
         check_choice("contour_length", self.config.contour_length, CONTOUR_LENGTHS.values())
-        self.measures = MEASURES[self.config.side]
+        self.dimensions = DIMENSIONS[self.config.side]
 
-    def example(self, split: str, index: int) -> tuple[GreyImage, int]:
+    def example(self, split: str, index: int) -> tuple[GrayImage, int]:
         """Generate one example, which depends only on the config, the split and the index.
 
         Args:
@@ -141,7 +141,9 @@ class Pathfinder:
         dashes = self.config.contour_length + EXTRA_DASHES
         while True:
             space = FreeSpace(
-                side=self.config.side, margin=self.measures.radius + 0.5, style=self.measures.style
+                side=self.config.side,
+                margin=self.dimensions.radius + 0.5,
+                style=self.dimensions.style,
             )
             first = space.grow(dashes, rng, attempts=ATTEMPTS * dashes)
             second = space.grow(dashes, rng, attempts=ATTEMPTS * dashes) if first else None
@@ -150,7 +152,7 @@ class Pathfinder:
                 return space, pair
 
     def _cut(self, *curves: Curve) -> CurvePair | None:
-        """Cut two curves to their length where the tips match best; None if they never do."""
+        """Cut two curves to their length where the tips match best; None if they match nowhere."""
         length = self.config.contour_length
         cuts = [[curve[at : at + length] for at in range(EXTRA_DASHES + 1)] for curve in curves]
         tips = [
@@ -187,7 +189,7 @@ class Pathfinder:
         difference = np.maximum(
             abs(near - far), abs(abs(joined - center)[:, None] - abs(separate - center))
         )
-        min_distance = 2 * self.measures.radius + self.measures.style.clearance
+        min_distance = 2 * self.dimensions.radius + self.dimensions.style.clearance
         return np.where(np.minimum(near, far) < min_distance, np.inf, difference)
 
     def _short_curves(self, space: FreeSpace, rng: Random) -> list[Curve]:
@@ -195,7 +197,7 @@ class Pathfinder:
         dashes = self.config.contour_length // 3
         curves = [
             space.grow(dashes, rng, attempts=ATTEMPTS * dashes)
-            for _ in range(self.measures.distracting // dashes)
+            for _ in range(self.dimensions.distractor_dashes // dashes)
         ]
         return [curve for curve in curves if curve is not None]
 
@@ -204,8 +206,9 @@ class PathfinderFolder:
     """Published images and their labels, in the order of the metadata.
 
     A folder such as `pathfinder32/curv_contour_length_14` contains `imgs/<n>/sample_<i>.png` and
-    `metadata/<n>.npy`, which are text despite their names. Each line of these describes an image:
-    its folder, its name, its number, its label, and measures that are ignored, separated by spaces.
+    `metadata/<n>.npy`, which are text files despite their names. Each of their lines describes an
+    image: its folder, its name, its number, its label, and measures that are ignored, separated by
+    spaces.
 
     Empty image files, which the published sets contain, are skipped with a warning.
 
@@ -227,7 +230,7 @@ class PathfinderFolder:
     def __len__(self) -> int:
         return len(self.images)
 
-    def example(self, index: int) -> tuple[GreyImage, int]:
+    def example(self, index: int) -> tuple[GrayImage, int]:
         """Read one example.
 
         Returns:
@@ -252,12 +255,12 @@ class PathfinderFolder:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
-            raise ValueError(f"{file} is not text, expected lines as published") from None
+            raise ValueError(f"{file} is not text, expected the published metadata") from None
         for number, line in enumerate(lines, start=1):
             cells = line.split(" ")
             if len(cells) < COLUMNS or cells[COLUMNS - 1] not in LABELS:
                 raise ValueError(
-                    f"{file}, line {number}: {line!r}, expected a folder, a name, a number, and "
+                    f"{file}, line {number} is {line!r}, expected a folder, a name, a number, and "
                     "0 or 1, separated by spaces"
                 )
             image = self.folder / cells[0] / cells[1]
@@ -322,13 +325,13 @@ class PathfinderDataConfig(DataConfig):
         images = PathfinderConfig(side=self.images.side, seed=self.images.seed)
         if self != PathfinderDataConfig(path=self.path, images=images, test_split=self.test_split):
             raise ValueError(
-                f"data.path is {self.path!r}, whose images are fixed; expected no "
-                "data.images.contour_length, data.train_examples or data.test_examples with it"
+                f"data.path is {self.path!r}, but data.images.contour_length, data.train_examples "
+                "or data.test_examples is set too; they are only for generated images"
             )
         folder = PathfinderFolder(Path(str(self.path)))
         order = epoch_order(len(folder), seed=self.images.seed, epoch=0)
         train, test = (
-            PathfinderFiles(folder=folder, places=_part(order, split), format=format)
+            PathfinderFiles(folder=folder, indices=_part(order, split), format=format)
             for split in ("train", self.test_split)
         )
         if not len(train) or not len(test):
@@ -341,14 +344,14 @@ class PathfinderFiles(SequenceSet):
     """Some of the images of a folder."""
 
     folder: PathfinderFolder
-    places: Int[Tensor, " examples"]
+    indices: Int[Tensor, " examples"]
     format: PixelFormat
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def example(self, index: int) -> LabelledSequence:
-        row = int(self.places[index])
+        row = int(self.indices[index])
         image, label = self.folder.example(row)
         try:
             return LabelledSequence(self.format.encode(image), label)

@@ -1,4 +1,4 @@
-"""Images as sequences of grey levels, row by row."""
+"""Images as sequences of gray levels, row by row."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from onescan.inputs.sequences import PixelFormat
 
 @dataclass(frozen=True, kw_only=True)
 class PixelImageConfig(DataConfig):
-    """Labelled images as sequences of grey levels, from the same sources as `ImageDatasetConfig`.
+    """Labelled images as sequences of gray levels, from the same sources as `ImageDatasetConfig`.
 
     The Long Range Arena uses CIFAR-10, with sequences of 1024 tokens.
     """
 
     path: str
-    """Folder, parquet file, or name of a dataset on the Hugging Face hub."""
+    """Folder, parquet file, or name of a dataset on the Hugging Face Hub."""
     name: str | None = None
     """Configuration of a hub dataset."""
     train_split: str = "train"
@@ -76,7 +76,7 @@ class PixelImageConfig(DataConfig):
 
 
 class PixelSequences(SequenceSet):
-    """Grey images of one size, as sequences."""
+    """Gray images of one size, as sequences."""
 
     def __init__(self, images: ImageSet) -> None:
         self.images = images

@@ -59,8 +59,8 @@ class LineTable:
                 cells = line.count(b"\t") + 1
                 if cells != len(self.columns):
                     raise ValueError(
-                        f"{self.place(len(starts) - 1)}: {plural(cells, 'cell')} between tabs, "
-                        f"expected {len(self.columns)}: {', '.join(self.columns)}"
+                        f"{self.location(len(starts) - 1)}: {plural(cells, 'cell')} separated by "
+                        f"tabs, expected {len(self.columns)}: {', '.join(self.columns)}"
                     )
                 starts.append(starts[-1] + len(line))
         self.starts = np.array(starts[:-1], dtype=np.int64)
@@ -70,7 +70,7 @@ class LineTable:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the file and line of a row, for error messages."""
         return f"{self.path}, line {row + 1 + self.header_lines}"
 
@@ -93,7 +93,7 @@ class LineTable:
         try:
             return tuple(line.decode().removeprefix("\ufeff").rstrip("\r\n").split("\t"))
         except UnicodeDecodeError:
-            raise ValueError(f"{self.path}, line 1: is not text") from None
+            raise ValueError(f"{self.path}, line 1 is not UTF-8 text") from None
 
 
 # Single texts
@@ -115,7 +115,7 @@ class Texts(ABC):
         """Read the text of a row."""
 
     @abstractmethod
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the location of a row, for error messages."""
 
 
@@ -138,7 +138,7 @@ class TextFiles(Texts):
     def text(self, row: int) -> bytes:
         return self.files[row].read_bytes()
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return str(self.files[row])
 
 
@@ -155,8 +155,8 @@ class TextLines(Texts):
     def text(self, row: int) -> bytes:
         return self.table.row(row)[self.column]
 
-    def place(self, row: int) -> str:
-        return self.table.place(row)
+    def location(self, row: int) -> str:
+        return self.table.location(row)
 
 
 class TextRows(Texts):
@@ -171,7 +171,7 @@ class TextRows(Texts):
     def text(self, row: int) -> str:
         return self.rows[row][self.column] or ""
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"row {row} of {self.split}"
 
 
@@ -181,11 +181,11 @@ class ByteTextConfig(DataConfig):
 
     Reads FOLDER/SPLIT/CLASS/TEXT.txt, as in the IMDB archive, whose unlabelled reviews, `unsup`,
     are ignored; FOLDER/SPLIT.tsv with column names in the first line; parquet files with splits in
-    their names; and datasets on the Hugging Face hub.
+    their names; and datasets on the Hugging Face Hub.
     """
 
     path: str
-    """Folder, or name of a dataset on the Hugging Face hub."""
+    """Folder, or name of a dataset on the Hugging Face Hub."""
     max_length: int = 4096
     """Maximum bytes of a text; longer ones are truncated."""
     train_split: str = "train"
@@ -236,8 +236,8 @@ class ByteTextConfig(DataConfig):
             for split, paths in files.items():
                 if len(paths) > 1:
                     raise ValueError(
-                        f"data.path is {self.path!r}, where {len(paths)} tables are of {split}, "
-                        f"expected one: {' and '.join(paths[:2])}"
+                        f"data.path is {self.path!r}, where {len(paths)} tables belong to the "
+                        f"split {split}, expected one: {' and '.join(paths[:2])}"
                     )
             return {role: TextLines(Path(files[split][0]), self) for role, split in chosen.items()}
         folders = {name: [str(folder / name)] for name in SPLITS if (folder / name).is_dir()}
@@ -267,8 +267,8 @@ class ByteTextConfig(DataConfig):
         names = self.class_names or tuple(sorted(set(train.labels)))
         if len(names) < MIN_CLASSES:
             raise ValueError(
-                f"data.path is {self.path!r}, whose texts have {len(names)} classes, expected two "
-                "or more"
+                f"data.path is {self.path!r}, whose texts have {plural(len(names), 'class')}, "
+                "expected at least two"
             )
         return Classes(names, are_text=True)
 
@@ -297,13 +297,13 @@ class ByteTexts(SequenceSet):
         try:
             tokens = self.format.encode(self.texts.text(index))
         except ValueError as error:
-            raise ValueError(f"{self.texts.place(index)}: {error}") from error
+            raise ValueError(f"{self.texts.location(index)}: {error}") from error
         return LabelledSequence(tokens, int(self.labels[index]))
 
 
 def _class_indices(texts: Texts, classes: Classes) -> Labels:
     return torch.tensor(
-        [classes.index(label, texts.place(row)) for row, label in enumerate(texts.labels)]
+        [classes.index(label, texts.location(row)) for row, label in enumerate(texts.labels)]
     )
 
 
@@ -371,9 +371,9 @@ def _read_pairs(path: Path, format: ByteFormat) -> DocumentPairs:
     for number, row in enumerate(table.rows()):
         if row["label"] not in PAIR_LABELS:
             label = row["label"].decode(errors="replace")
-            raise ValueError(f"{table.place(number)}: the label is {label!r}, expected 0 or 1")
+            raise ValueError(f"{table.location(number)}: the label is {label!r}, expected 0 or 1")
         for name in ("text1", "text2"):
             if not row[name]:
-                raise ValueError(f"{table.place(number)}: {name} is empty")
+                raise ValueError(f"{table.location(number)}: {name} is empty")
         labels.append(PAIR_LABELS[row["label"]])
     return DocumentPairs(table=table, labels=torch.tensor(labels), format=format)

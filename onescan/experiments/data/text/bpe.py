@@ -1,4 +1,4 @@
-"""Training a byte-level BPE tokenizer on any text."""
+"""Train a byte-level BPE tokenizer on any text."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

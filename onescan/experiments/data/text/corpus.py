@@ -67,7 +67,7 @@ class Corpus:
         ends = np.minimum(self.ends[first : last + 1], end) - begin
         return replace(self, tokens=self.tokens[begin:end], ends=ends)
 
-    def ended(self, end: int) -> "Corpus":
+    def with_end(self, end: int) -> "Corpus":
         """Append the token `end` to the last document, unless it already ends with it."""
         if self.tokens[-1] == end:
             return self
@@ -202,8 +202,8 @@ class CorpusReader:
         folder = cache_folder() / _digest(name)
         key = _digest([VERSION, *name, keys, tokenizer.fingerprint(), tokenizer.end])
         with _locked(folder):
-            found = _load(folder, key)
-            return found or _save(folder, key, self._tokenize(shards, max_tokens, max_documents))
+            cached = _load(folder, key)
+            return cached or _save(folder, key, self._tokenize(shards, max_tokens, max_documents))
 
     def check_lengths(self, corpus: Corpus, shards: Sequence[Shard], length: int) -> None:
         """Raise ValueError if a document is longer than a row; the message names its location."""
@@ -236,14 +236,14 @@ class CorpusReader:
     def _readable(
         self, shards: Sequence[Shard], faults: list[str], blank: list[str]
     ) -> Iterator[Document]:
-        """Yield documents; add messages on the unreadable ones and the places of blank ones."""
+        """Yield documents; add messages on the unreadable ones and the locations of blank ones."""
         for document in read_documents(shards):
             if self.on_error == "raise":
                 document.check()
             if document.fault:
                 faults.append(document.message)
             elif document.is_blank:
-                blank.append(document.place)
+                blank.append(document.location)
             else:
                 yield document
 
@@ -261,7 +261,7 @@ def _take(documents: Iterator[Ids], max_tokens: int | None) -> Iterator[Ids]:
 def raise_long_document(document: Document, tokens: int, length: int) -> None:
     """Raise ValueError for a document longer than a row."""
     raise ValueError(
-        f"{document.place}: the document has {tokens} tokens, and a row has {length}; raise "
+        f"{document.location}: the document has {tokens} tokens, but a row has {length}; increase "
         "data.length, or set data.long_documents to 'continue'"
     )
 
@@ -276,13 +276,13 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is reading or writing an entry, and exclude others."""
+    """Wait until no other process is reading or writing an entry, and lock it."""
     from filelock import FileLock
 
     with _writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(folder.with_suffix(".lock"), fallback_to_soft=False).acquire()
-    with held:
+        lock = FileLock(folder.with_suffix(".lock"), fallback_to_soft=False).acquire()
+    with lock:
         yield
 
 

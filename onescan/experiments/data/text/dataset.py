@@ -35,7 +35,7 @@ class TextSplits(Splits):
 
 @dataclass(frozen=True, kw_only=True)
 class TextDatasetConfig(DataConfig):
-    """Text from files or the Hugging Face hub, tokenized and packed or truncated into sequences.
+    """Text from files or the Hugging Face Hub, tokenized and packed or truncated into sequences.
 
     Files may be parquet, .jsonl, .json, .csv or .tsv; all others are read as plain text in UTF-8.
     All but parquet may be compressed as .gz. Lines end in line feeds, carriage returns, or both. In
@@ -49,7 +49,7 @@ class TextDatasetConfig(DataConfig):
     """
 
     path: str
-    """File, folder, or name of a dataset on the Hugging Face hub."""
+    """File, folder, or name of a dataset on the Hugging Face Hub."""
     name: str | None = None
     """Configuration of a hub dataset."""
     train_split: str = "train"
@@ -68,7 +68,7 @@ class TextDatasetConfig(DataConfig):
     """What counts as one document of plain text: a file, a paragraph (ended by an empty line) or a
     line."""
     tokenizer: str = BYTES
-    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face hub."""
+    """bytes, or a tokenizer: a folder, a tokenizer.json, or a name on the Hugging Face Hub."""
     length: int = 256
     """Tokens per sequence."""
     add_special_tokens: bool = False
@@ -140,7 +140,7 @@ class TextDatasetConfig(DataConfig):
         check_positive(**{"data.length": self.length, "data.shuffle_block": self.shuffle_block})
         if self.add_special_tokens and self.length <= len(Frame._fields):
             raise ValueError(
-                f"data.length is {self.length}, expected above {len(Frame._fields)} with "
+                f"data.length is {self.length}, expected more than {len(Frame._fields)} with "
                 "data.add_special_tokens"
             )
         for name in ("train_rows", "test_rows"):
@@ -154,7 +154,8 @@ class TextDatasetConfig(DataConfig):
             raise ValueError("data.train_rows is for streams, but data.streaming is off")
         if self.streaming and self.train_rows is None:
             raise ValueError(
-                "data.train_rows is None, expected a number: the length of a stream is unknown"
+                "data.train_rows is None, expected a number, because the length of a stream is "
+                "unknown"
             )
 
 
@@ -186,7 +187,7 @@ class _Builder:
         )
         train, test = train.part(0, cut), train.part(cut, len(train.tokens))
         if self.frame is not None and config.packing:
-            train = train.ended(self.frame.end)  # shuffled rows wrap around
+            train = train.with_end(self.frame.end)  # shuffled rows wrap around
         most = self._max_test_tokens, self._max_test_documents
         return self._rows(train, "training"), self._rows(test, "test", *most)
 
@@ -195,8 +196,8 @@ class _Builder:
         config, found = self.config, self._find_test()
         if found is None:
             raise ValueError(
-                f"data.streaming is on, but {config.path} has no test split, expected "
-                "data.test_path or data.test_split: a stream holds nothing out"
+                f"data.streaming is on, but {config.path} has no test split: set data.test_path or "
+                "data.test_split, because nothing can be held out of a stream"
             )
         train = TextStream(
             shards=self.source.open(config.train_split),
@@ -261,7 +262,7 @@ class _Builder:
         max_documents: int | None = None,
     ) -> Corpus:
         config, shards = self.config, source.open(split)
-        names = source.place, config.name or "", split, config.text_column, config.sample_by
+        names = source.location, config.name or "", split, config.text_column, config.sample_by
         most = {"max_tokens": max_tokens, "max_documents": max_documents}
         corpus = self.reader.read(shards, *names, **most)
         if not len(corpus.tokens):
@@ -272,12 +273,12 @@ class _Builder:
             total = count + len(corpus.ends)
             log.warning("skipped %d of %d documents of %s", count, total, source.path)
             self.notes.append(
-                f"left out {count} of {total} documents of {source.path} (split {split}) that "
+                f"left out {count} of {total} documents of {source.path} (split {split}), which "
                 "cannot be read"
             )
         if count := corpus.blank_count:
-            plural = "document" if count == 1 else "documents"
-            self.notes.append(f"left out {count} empty {plural} of {source.path} (split {split})")
+            noun = "document" if count == 1 else "documents"
+            self.notes.append(f"left out {count} empty {noun} of {source.path} (split {split})")
         if config.long_documents == "raise":
             self.reader.check_lengths(corpus, shards, config.length)
         return corpus

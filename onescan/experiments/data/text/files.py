@@ -1,4 +1,4 @@
-"""Documents of files, by type of file: plain text, JSON, parquet, and tables of text."""
+"""Read documents from files by their type: plain text, JSON, parquet, and tables of text."""
 
 import json
 from collections import Counter
@@ -81,10 +81,10 @@ def _read_plain(path: Path, mark: Mark, sample_by: SampleBy) -> Documents:
         for number, content in _split(lines, sample_by):
             text, fault, offset = decode(content)
             if sample_by == "file" and not fault:
-                place = str(path)
+                location = str(path)
             else:
-                place = f"{path}, line {number + line_number(content, offset) - 1}"
-            yield Document(text, place, fault), lines.mark
+                location = f"{path}, line {number + line_number(content, offset) - 1}"
+            yield Document(text, location, fault), lines.mark
 
 
 def _split(lines: Lines, sample_by: SampleBy) -> Iterator[tuple[int, bytes]]:
@@ -109,16 +109,16 @@ def _read_json_lines(path: Path, mark: Mark, _column: str | None) -> Rows:
                 yield _parse_json_line(line, f"{path}, line {lines.number}"), lines.mark
 
 
-def _parse_json_line(line: bytes, place: str) -> Row:
+def _parse_json_line(line: bytes, location: str) -> Row:
     text, fault, _ = decode(line)
     if fault:
-        return Row({}, place, fault)
+        return Row({}, location, fault)
     try:
-        return _from_object(json.loads(text, object_pairs_hook=_unique), place)
+        return _from_object(json.loads(text, object_pairs_hook=_unique), location)
     except json.JSONDecodeError as error:
-        return Row({}, place, f"this is not JSON: {error.msg} at column {error.colno}")
+        return Row({}, location, f"this is not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # a long number, deep nesting or a repeated name
-        return Row({}, place, f"this cannot be read as JSON: {first_line(error)}")
+        return Row({}, location, f"this cannot be read as JSON: {first_line(error)}")
 
 
 def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
@@ -144,18 +144,18 @@ def _read_json(path: Path, mark: Mark, column: str | None) -> Rows:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, in which no name may occur twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object, in which no name may occur twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the name {name!r} occurs more than once in an object")
-    return found
+    return values
 
 
-def _from_object(value: Any, place: str) -> Row:
+def _from_object(value: Any, location: str) -> Row:
     if isinstance(value, dict):
-        return Row(value, place)
-    return Row({}, place, f"this is {named_type(value)}, expected an object")
+        return Row(value, location)
+    return Row({}, location, f"this is {named_type(value)}, expected an object")
 
 
 def _read_parquet(path: Path, mark: Mark, column: str | None) -> Rows:

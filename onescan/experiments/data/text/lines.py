@@ -33,13 +33,13 @@ MAGIC = {
     b"\xfd7zXZ": "compressed with xz",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
     b"7z\xbc\xaf": "a 7z archive",
-    b"PK\3\4": "a zip archive, or a document of an office program",
+    b"PK\3\4": "a zip archive or an office document",
     b"PK\5\6": "an empty zip archive",
     b"Rar!": "a rar archive",
     b"%PDF-": "a PDF document",
     b"%!PS": "a PostScript document",
     b"{\\rtf": "a document in the rich text format",
-    b"\xd0\xcf\x11\xe0": "a document of an office program",
+    b"\xd0\xcf\x11\xe0": "an office document",
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
     b"GIF87a": "a GIF image",
@@ -54,12 +54,12 @@ class Document(NamedTuple):
 
     Attributes:
         text: The text; empty if it cannot be read.
-        place: Its location, for messages.
+        location: Its location, for messages.
         fault: Why it cannot be read, if it cannot.
     """
 
     text: str
-    place: str
+    location: str
     fault: str = ""
 
     @property
@@ -70,7 +70,7 @@ class Document(NamedTuple):
     @property
     def message(self) -> str:
         """The location and the fault."""
-        return f"{self.place}: {self.fault}"
+        return f"{self.location}: {self.fault}"
 
     def check(self) -> None:
         """Raise ValueError if it cannot be read."""
@@ -83,32 +83,34 @@ class Row(NamedTuple):
 
     Attributes:
         cells: Its values by column; empty if it cannot be read.
-        place: Its file and line, or the number of the row in a file without lines.
+        location: Its file and line, or the number of the row in a file without lines.
         fault: Why it cannot be read, if it cannot.
         is_empty_line: Whether it is an empty line of a table with commas or tabs.
     """
 
     cells: Mapping[str, Any]
-    place: str
+    location: str
     fault: str = ""
     is_empty_line: bool = False
 
     def document(self, column: str) -> Document:
         """Return the text in a column. It has a fault if there is none."""
         if self.fault or self.is_empty_line:
-            return Document("", self.place, self.fault)
+            return Document("", self.location, self.fault)
         if column not in self.cells:
-            return Document("", self.place, missing_column(column, self.cells))
+            return Document("", self.location, missing_column(column, self.cells))
         text = self.cells[column]
         if not isinstance(text, str):
             found = "nothing" if text is None else type(text).__name__
             fault = f"the column {column!r} holds {found}, expected text"
-            return Document("", self.place, fault)
+            return Document("", self.location, fault)
         if not is_unicode(text):
-            return Document("", self.place, f"the column {column!r} holds half of a surrogate pair")
+            return Document(
+                "", self.location, f"the column {column!r} holds half of a surrogate pair"
+            )
         if "\0" in text:
-            return Document("", self.place, f"the column {column!r} holds a NUL character")
-        return Document(text, self.place)
+            return Document("", self.location, f"the column {column!r} holds a NUL character")
+        return Document(text, self.location)
 
 
 def is_unicode(text: str) -> bool:
@@ -129,8 +131,8 @@ def missing_column(column: str, columns: Iterable[str]) -> str:
 # Each document or row comes with the mark of the position after it.
 Documents = Iterator[tuple[Document, Mark]]
 Rows = Iterator[tuple[Row, Mark]]
-# Reads a table from a mark on. If a column is given, it reads only this one, and checks at once
-# that there is one, if the type of file has a list of columns.
+# Reads a table, starting at a mark. If a column is given, only this one is read; if the file type
+# has a list of columns, it must contain the column.
 TableReader = Callable[[Path, Mark, str | None], Rows]
 
 
@@ -167,7 +169,7 @@ class Decoded(NamedTuple):
     Attributes:
         text: The text; empty if they are not text.
         fault: Why they are not text, if they are not.
-        offset: The byte where that is.
+        offset: Index of the first byte that is not text.
     """
 
     text: str
@@ -194,7 +196,7 @@ def file_type(path: Path) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[BufferedIOBase]:
-    """Open a file of text, which may be compressed, and name it in errors of its compression.
+    """Open a text file, which may be compressed. Decompression errors name the file.
 
     Raises:
         ValueError: If it is damaged, or is not text.
@@ -212,7 +214,7 @@ def open_text(path: Path) -> Iterator[BufferedIOBase]:
 
 
 def _other_kind(head: bytes) -> str:
-    """Return what a file is that begins with these bytes; empty if it may be text in UTF-8."""
+    """Describe the type of a file that begins with these bytes; empty if it may be UTF-8 text."""
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind

@@ -87,8 +87,8 @@ def stack_rows(
         Ids, [B, T], or with a share of n inputs, [B, n + 1]; and document numbers of whole rows,
         [B, T], counted from 0 in each row, -1 for padding.
     """
-    own = share.slice(length - 1)
-    tokens = np.full((len(rows), own.stop + 1 - own.start), padding, np.int64)
+    shard = share.slice(length - 1)
+    tokens = np.full((len(rows), shard.stop + 1 - shard.start), padding, np.int64)
     documents = np.full((len(rows), length), PADDING, np.int64)
     for i, parts in enumerate(rows):
         if frame is not None:
@@ -96,7 +96,9 @@ def stack_rows(
         ends = np.cumsum([len(part) for part in parts])
         if share.size > 1:
             parts = [
-                part[max(own.start + len(part) - end, 0) : max(own.stop + 1 + len(part) - end, 0)]
+                part[
+                    max(shard.start + len(part) - end, 0) : max(shard.stop + 1 + len(part) - end, 0)
+                ]
                 for part, end in zip(parts, ends, strict=True)
             ]
         ids = np.concatenate(parts)
@@ -170,7 +172,7 @@ class TruncatedText(TextRows):
 
     @property
     def truncated(self) -> tuple[int, int]:
-        """Number of documents that are longer than a row, and of their tokens in no row."""
+        """Number of documents that are longer than a row, and of their tokens that are cut off."""
         longer = self.corpus.lengths[self.corpus.lengths > self.length]
         kept = self.length if self.frame is None else self.length - 1  # and the frame's end
         return len(longer), int(longer.sum()) - kept * len(longer)
@@ -208,7 +210,7 @@ class PackedText(TextRows):
 
 @dataclass(frozen=True, kw_only=True)
 class _Circle:
-    """Documents in the order of an epoch, the first one after the last.
+    """Documents in the order of an epoch, joined into a circle: the first follows the last.
 
     Attributes:
         begins: Where each document begins in the corpus.
@@ -234,20 +236,20 @@ class _Circle:
         )
 
     def cut(self, begin: int, end: int) -> Spans:
-        """Return the spans from `begin` to `end`, relative to the offset, at most one round."""
+        """Return the spans from `begin` to `end`, relative to the offset, at most once around."""
         total = int(self.ends[-1])
-        place, left = (self.offset + begin) % total, min(end, total) - begin
-        document = int(np.searchsorted(self.ends, place, side="right"))
+        position, left = (self.offset + begin) % total, min(end, total) - begin
+        document = int(np.searchsorted(self.ends, position, side="right"))
         spans = []
         while left:
             previous_end = int(self.ends[document - 1]) if document else 0
-            first = int(self.begins[document]) + place - previous_end
-            taken = min(left, int(self.ends[document]) - place)
-            if taken:  # a document may be without tokens
+            first = int(self.begins[document]) + position - previous_end
+            taken = min(left, int(self.ends[document]) - position)
+            if taken:  # a document may have no tokens
                 spans.append((first, first + taken))
-            place, left, document = place + taken, left - taken, document + 1
+            position, left, document = position + taken, left - taken, document + 1
             if document == len(self.ends):
-                place = document = 0
+                position = document = 0
         return tuple(spans)
 
 
@@ -278,7 +280,7 @@ class TextStream(DataSet):
     A DataState is the number of rows of the epoch (`row`); the round of the shards (`round`); the
     number of the current block (`block`), the position of its first shard in the shuffled order
     (`turn`), and its beginning in that shard (`mark`); and the current document of the block
-    (`document`) with the number of its tokens that are used up (`token`).
+    (`document`) with the number of its tokens that are already used (`token`).
 
     Attributes:
         shards: Shards of documents.
@@ -388,7 +390,7 @@ class TextStream(DataSet):
         for round in count(state["round"]) if seed is not None else [0]:
             if round != state["round"]:
                 state = {**FIRST, "round": round}
-            has_text = state["turn"] > 0 or bool(state["mark"])  # then an earlier block had
+            has_text = state["turn"] > 0 or bool(state["mark"])  # then an earlier block had text
             blocks = read_blocks(
                 self._read_shard,
                 shards=len(self.shards),
@@ -400,23 +402,23 @@ class TextStream(DataSet):
             )
             for block in blocks:
                 readable: list[tuple[int, Document, list[str]]] = []
-                for place in range(state["document"], len(block.items)):
-                    document = block.items[place]
+                for index in range(state["document"], len(block.items)):
+                    document = block.items[index]
                     if self.on_error == "raise":
                         document.check()
                     if document.fault:
                         failures.append(document.message)
                     else:
-                        readable.append((place, document, failures))
+                        readable.append((index, document, failures))
                         failures = []
                 has_text = has_text or bool(readable)
                 texts = (document.text for _, document, _ in readable)
                 encoded = encode_documents(texts, self.tokenizer, frame=self.frame)
-                for (place, document, failed), ids in zip(readable, encoded, strict=True):
+                for (index, document, failed), ids in zip(readable, encoded, strict=True):
                     if self.long_documents == "raise" and len(ids) > self.length:
                         raise_long_document(document, len(ids), self.length)
-                    token = state["token"] if place == state["document"] else 0
-                    yield ids, {**state, "document": place, "token": token}, failed
+                    token = state["token"] if index == state["document"] else 0
+                    yield ids, {**state, "document": index, "token": token}, failed
                 end = block.end
                 state = {
                     **FIRST,

@@ -1,4 +1,4 @@
-"""Documents of text from files, folders, saved datasets or the Hugging Face hub.
+"""Documents of text from files, folders, saved datasets or the Hugging Face Hub.
 
 Plain text, JSON and tables on disk are read by onescan and not by the datasets library. The library
 does not report the file and line of an error, cannot skip a damaged document and count it, and
@@ -34,8 +34,8 @@ from onescan.experiments.data.text.files import READERS, SampleBy, read_file
 from onescan.experiments.data.text.lines import Document, Documents, Row, file_type, missing_column
 
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk` of datasets
-# Suffixes of files in a folder of plain text that are not text.
-OTHERS = (
+# Suffixes of files that are not text, which are left out in a folder of plain text.
+NOT_TEXT = (
     *(".7z", ".avi", ".bin", ".bz2", ".doc", ".docx", ".epub", ".gif", ".jpeg", ".jpg", ".mp3"),
     *(".mp4", ".npy", ".npz", ".odt", ".pdf", ".png", ".ppt", ".pptx", ".pt", ".rar", ".rtf"),
     *(".safetensors", ".sqlite", ".tar", ".webp", ".xls", ".xlsx", ".xz", ".zip", ".zst"),
@@ -195,7 +195,7 @@ class TextSource:
     notes: tuple[str, ...] = ()
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The absolute path, or the name on a hub."""
         path = Path(self.path).expanduser()
         return str(path.absolute()) if path.exists() else self.path
@@ -219,7 +219,7 @@ class TextSource:
 
 
 def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSource:
-    """Find text on disk, else on the Hugging Face hub.
+    """Find text on disk, else on the Hugging Face Hub.
 
     Args:
         path: File, folder, or name of a hub dataset.
@@ -230,32 +230,34 @@ def find_source(path: str, query: Query, *, field: str = "data.path") -> TextSou
         ValueError: If it is in neither place, or contains nothing that can be read.
         ImportError: If the datasets library is required and not installed.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
+    location = Path(path).expanduser()
+    if not location.exists():
         if not is_hub_name(path):  # a mistyped path must not wait for the network
             raise ValueError(f"{field} is {path!r}: there is no such file or folder")
-        problem = "is not on disk, nor on the Hugging Face hub"
+        problem = "is not on disk and cannot be read from the Hugging Face Hub"
         with _loading(path, field, problem) as datasets, without_retries(datasets.config):
             names = datasets.get_dataset_split_names(path, query.name)
         splits = {split: partial(_open_hub, path, split, query, field) for split in names}
         return TextSource(path=path, field=field, splits=splits)
     if query.name is not None:
-        raise ValueError(f"data.name is {query.name!r}, expected none: {field} {path!r} is on disk")
-    if any((place / name).is_file() for name in SAVED):
+        raise ValueError(
+            f"data.name is {query.name!r}, expected None, because {field} {path!r} is on disk"
+        )
+    if any((location / name).is_file() for name in SAVED):
         with _loading(path, field, "cannot be read") as datasets:
-            saved = datasets.load_from_disk(str(place))
+            saved = datasets.load_from_disk(str(location))
         found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         splits = {
             split: partial(_shards_of, rows, f"{path}, {split}", path, query)
             for split, rows in found.items()
         }
         return TextSource(path=path, field=field, splits=splits)
-    files, left_out = _files_of(place, field) if place.is_dir() else ([place], [])
-    if place.is_file() and file_type(place) in OTHERS:
+    files, left_out = _files_of(location, field) if location.is_dir() else ([location], [])
+    if location.is_file() and file_type(location) in NOT_TEXT:
         raise ValueError(
             f"{field} is {path!r}, which is not text, expected text in UTF-8 or a table"
         )
-    grouped = _by_split(place, files, field) if place.is_dir() else {"train": files}
+    grouped = _by_split(location, files, field) if location.is_dir() else {"train": files}
     splits = {split: partial(_open_files, paths, query) for split, paths in grouped.items()}
     notes = (left_out_note(path, left_out),) if left_out else ()
     return TextSource(path=path, field=field, splits=splits, notes=notes)
@@ -294,18 +296,19 @@ def _open_files(paths: Sequence[Path], query: Query) -> Sequence[Shard]:
 def _files_of(folder: Path, field: str) -> tuple[list[Path], list[Path]]:
     """Return the files of a folder to read, and the others.
 
-    They are those of the first type of table, or else all but those that are never text.
+    If there are tables, the files to read are those of the first table type in `READERS` that
+    occurs; otherwise, all files that may be text.
     """
     found = [Path(file) for file in walk(str(folder))]
     types = {file_type(file) for file in found}
     table = next((type_ for type_ in READERS if type_ in types), None)
 
     def is_read(file: Path) -> bool:
-        return file_type(file) not in OTHERS if table is None else file_type(file) == table
+        return file_type(file) not in NOT_TEXT if table is None else file_type(file) == table
 
     files = [file for file in found if is_read(file)]
     if not files:
-        raise ValueError(f"{field} is {str(folder)!r}, a folder without files of text")
+        raise ValueError(f"{field} is {str(folder)!r}, a folder without text files")
     return files, [file for file in found if not is_read(file)]
 
 
@@ -321,15 +324,15 @@ def _by_split(folder: Path, files: list[Path], field: str) -> dict[str, list[Pat
         return {"train": files}
     if unnamed := splits.get(""):
         raise ValueError(
-            f"{field} is {str(folder)!r}, where {unnamed[0]} names no split and others do, "
-            f"expected one of {', '.join(SPLITS)} in its name or its folder's"
+            f"{field} is {str(folder)!r}, where {unnamed[0]} names no split, but other files do; "
+            f"expected one of {', '.join(SPLITS)} in the name of the file or its folder"
         )
     return splits
 
 
 @contextmanager
 def _loading(path: str, field: str, problem: str) -> Iterator[ModuleType]:
-    """Import the datasets library, and raise its errors again as one line."""
+    """Import the datasets library, and re-raise its errors in one line."""
     datasets = import_datasets("text")
     try:
         with quiet():

@@ -1,9 +1,9 @@
 """Rows of tables with cells between commas or tabs.
 
 Tables with commas follow RFC 4180: a cell in quotation marks may contain commas, line breaks and
-doubled quotation marks. Tables with tabs are written with such cells, as by pandas, or without, as
-GLUE's, where quotation marks are part of the text. A cell that is in quotation marks as a whole is
-read as the former, and all others as the latter.
+doubled quotation marks. Tables with tabs are written either with such cells, as by pandas, or
+without, as in GLUE, where quotation marks are part of the text. A cell that is completely enclosed
+in quotation marks is read in the first way, and all others in the second.
 """
 
 import csv
@@ -56,7 +56,7 @@ def read_table(path: Path, mark: Mark, column: str | None) -> Rows:
         lines = Lines(file, {})
         header = _read_header(path, lines, separator, column)
         columns = dict.fromkeys(header) if column is None else [column]
-        places = {name: header.index(name) for name in columns}
+        indices = {name: header.index(name) for name in columns}
         lines = Lines(file, mark or lines.mark)
         rows = _split_tabs(lines, len(header)) if separator == "\t" else _split_commas(lines)
         for cells, line, after, fault in rows:
@@ -64,7 +64,7 @@ def read_table(path: Path, mark: Mark, column: str | None) -> Rows:
             if not fault and cells and len(cells) != len(header):
                 fault = f"the row has {plural(len(cells), 'cell')}, expected {len(header)}"
             is_read = bool(cells) and not fault
-            named = {name: cells[place] for name, place in places.items()} if is_read else {}
+            named = {name: cells[index] for name, index in indices.items()} if is_read else {}
             yield Row(named, f"{path}, line {line}", fault, not (cells or fault)), after
 
 
@@ -74,25 +74,25 @@ def _read_header(path: Path, lines: Lines, separator: str, column: str | None) -
     Raises:
         ValueError: If they cannot be read, a name occurs twice, or one is not among them.
     """
-    place = f"{path}, line 1"
+    location = f"{path}, line 1"
     rows = _split_commas(lines) if separator == "," else (_tab_header(line) for line in lines)
     header, _, _, fault = next(rows, Parsed([], 1, {}))
     if fault := fault or _fault(header):
         raise ValueError(
-            f"{place}: invalid header: {fault}; expected UTF-8 text, with cells separated by "
+            f"{location}: invalid header: {fault}; expected UTF-8 text, with cells separated by "
             f"{SEPARATORS[separator]}"
         )
     for other in [each for each in SEPARATORS if each != separator]:
         if len(header) == 1 and other in header[0] and column != header[0]:
             raise ValueError(
-                f"{place}: the cells are separated by {SEPARATORS[other]}, expected "
+                f"{location}: the cells are separated by {SEPARATORS[other]}, expected "
                 f"{SEPARATORS[separator]}"
             )
     for name in header:
         if name and header.count(name) > 1:
-            raise ValueError(f"{place}: there are {header.count(name)} columns {name!r}")
+            raise ValueError(f"{location}: there are {header.count(name)} columns {name!r}")
     if column is not None and column not in header:
-        raise ValueError(f"{place}: {missing_column(column, header)}; {HEADER}")
+        raise ValueError(f"{location}: {missing_column(column, header)}; {HEADER}")
     return header
 
 
@@ -115,7 +115,7 @@ def _split_commas(lines: Lines) -> Iterator[Parsed]:
     """Parse rows.
 
     Decoding errors are found afterwards, because an error in the middle of a row of several lines
-    would make the reader begin a new row there.
+    would make the reader start a new row there.
     """
     rows = csv.reader(map(_text, lines), strict=True)
     while True:
@@ -185,7 +185,7 @@ def _quoted_cells(text: str) -> list[str] | None:
     """Split a text at tabs outside of quoted cells.
 
     Returns:
-        The cells; None if a quoted one is not closed, and none if another contains a line break.
+        The cells; None if a quoted cell is not closed, and [] if an unquoted one has a line break.
     """
     cells, begin = [], 0
     while True:
