@@ -104,6 +104,7 @@ def _in_torch(form: Form) -> Callable[[Call], tuple[Values, States]]:
 
 
 def _without_leak(state: AdditiveDecayState, leaked: Leaked | None) -> AdditiveDecayState:
+    """Undo in a state what a leak changed."""
     if leaked is None:
         return state
     return AdditiveDecayState(state.log_normalizer - leaked.shift, state.kv.to(leaked.dtype))
@@ -298,10 +299,9 @@ class AdditiveDecay(Recurrence):
                 (v,) = zero_masked(keep, v)
         table = leaked = None
         if leak is not None:
-            state_dtype = v.dtype
-            q, v = q.double(), v.double()
             k, shift = add_leak(k, leak, layout)
-            leaked = Leaked(shift, state_dtype)
+            leaked = Leaked(shift, v.dtype)
+            q, v = q.double(), v.double()
         if layout.ranks is not None and key.direction != "both":
             table = rotary_table(angles, accumulation_dtype(k.dtype))
         return Inputs(q, k, v, angles, table, leak, leaked)

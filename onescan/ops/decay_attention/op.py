@@ -218,7 +218,7 @@ class DecayAttention(Recurrence):
             return "one_scan" if form in ("auto", "chunk") else form
         if form == "one_scan" and not call.layout.causal:
             raise ValueError(
-                "form is 'one_scan' with decay, cu_seqlens or causal_block, expected none of them"
+                "form is 'one_scan', which does not support decay, cu_seqlens or causal_block"
             )
         if form != "auto":
             return form
