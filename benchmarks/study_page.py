@@ -148,12 +148,12 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
         "by seed",
         "parameters",
         "learning rate",
-        "CPU minutes per run",
+        "training minutes" if name in queue.TIMED else "CPU minutes per run",
     ]
     lengths = [str(length) for length in suite.lengths]
     rows = [[*header, *(f"perplexity at T = {length}" for length in lengths)]]
     for title, members in by_title(suite, runs):
-        mean = statistics.fmean(result.cpu_seconds for result in members) / MINUTE
+        mean = statistics.fmean(seconds_of(result) for result in members) / MINUTE
         by_seed = ", ".join(format_metric(suite.metric, [result], unit="") for result in members)
         cells = [title, format_metric(suite.metric, members), by_seed, f"{members[0].parameters:,}"]
         cells += [f"{members[0].learning_rate:g}", f"{mean:.1f}"]
@@ -164,6 +164,13 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
             cells.append(f"{statistics.fmean(perplexities):.2f}" if perplexities else "")
         rows.append(cells)
     return [f"## {suite.title}", "", suite.description, "", *markdown(rows), ""]
+
+
+def seconds_of(result: Result) -> float:
+    """Return the CPU time of a run, or its training time if that was given."""
+    if result.minutes is not None and result.evaluations:
+        return result.evaluations[-1]["seconds"]
+    return result.cpu_seconds
 
 
 def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
