@@ -455,6 +455,12 @@ def _time() -> Suite:
     lightnet: Any = find_recipe("canvas_digits")().model
     models = {
         "lightnet": ("LightNet", lightnet),
+        "softmax": (
+            "LightNet with softmax attention",
+            configs.replace(
+                lightnet, {"mixer": SoftmaxMixerConfig(num_heads=4), "mlp.ratio": 2.88}
+            ),
+        ),
         "lion_s_natural": (
             "LION-s natural",
             replace(
