@@ -11,10 +11,12 @@ is imported from the working tree of this file, which must not have uncommitted 
 every result belongs to a commit. Results are files in docs/study, to be committed together with the
 page. FOLDER contains cifar10-train.parquet, cifar10-test.parquet and tinyshakespeare.txt.
 
-`run --suites time` compares models at equal training time, and needs an otherwise idle machine.
+`measure` times the training steps of the models that are compared at equal training time. It needs
+an otherwise idle machine. Its result determines the number of steps and must be committed first.
 `repeat NAME` trains a finished run again and checks that the results are the same.
 """
 
+import json
 import os
 import signal
 import statistics
@@ -22,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import study_page
 import study_queue as queue
+import torch
 import tyro
-from results import aligned
+from results import aligned, environment
 from study_queue import MINUTE, Result, Results, StudyRun
 from study_run import (
     BUSY,
@@ -39,10 +43,12 @@ from study_run import (
     check_writable,
     clean_commit,
     read_results,
+    step_seconds,
     train_run,
 )
 
 from onescan import configs
+from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_choice, check_positive
 
 RESULTS, FOLDER = ROOT / "docs" / "study", ROOT / "runs" / "study"
@@ -53,7 +59,14 @@ Suites = tuple[str, ...]
 
 
 def main() -> None:
-    commands = {"run": run, "status": status, "table": table, "repeat": repeat, "train": train}
+    commands: dict[str, Callable[..., None]] = {
+        "run": run,
+        "status": status,
+        "table": table,
+        "repeat": repeat,
+        "train": train,
+        "measure": measure,
+    }
     try:
         tyro.extras.subcommand_cli_from_dict(commands, description=SUMMARY)
     except (ValueError, OSError) as error:
@@ -64,7 +77,7 @@ def run(
     data: Path,
     results: Path = RESULTS,
     folder: Path = FOLDER,
-    suites: Suites = tuple(name for name in queue.SUITES if name not in queue.TIMED),
+    suites: Suites = tuple(queue.SUITES),
     limit: int | None = None,
 ) -> None:
     """Train the runs that have no result yet, in order.
@@ -155,9 +168,6 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
             ]
         )
     print("\n".join(aligned(rows)))
-    timed = [run for run in remaining if run.suite in queue.TIMED]
-    minutes = sum(run.minutes or 0.0 for run in timed)
-    remaining = [run for run in remaining if run not in timed]
     rows, total, unknown = [["next runs", "CPU minutes", "cumulative hours"]], 0.0, 0
     for run in remaining:
         seconds = estimate(run, finished)
@@ -173,9 +183,6 @@ def status(results: Path = RESULTS, hours: float = 10) -> None:
     )
     print(f" ({unknown} of unknown duration):\n" if unknown else ":\n")
     print("\n".join(aligned(rows)))
-    print(
-        f"\n{len(timed)} other runs need {minutes / MINUTE:.1f} hours of an otherwise idle machine"
-    )
 
 
 def table(results: Path = RESULTS, docs: Path = ROOT / "docs") -> None:
@@ -240,6 +247,30 @@ def train(
     train_run(runs[name], data, results, folder)
 
 
+def measure(rounds: int = 3, steps: int = 9, file: Path = queue.STEP_TIMES) -> None:
+    """Time the training steps of the models that are compared at equal time, in turn.
+
+    Args:
+        rounds: How many times each model is timed. The median of all steps is written.
+        steps: Number of steps per round.
+        file: File to write.
+    """
+    check_positive(rounds=rounds, steps=steps)
+    torch.set_num_threads(1)
+    times: dict[str, list[float]] = defaultdict(list)
+    for number in range(1, rounds + 1):
+        print(f"round {number} of {rounds}", flush=True)
+        for side in queue.SIDES:
+            for name in queue.canvas_models():
+                with tempfile.TemporaryDirectory() as folder:
+                    run = queue.canvas_run(name, side)
+                    times[f"{name}_{side}"] += step_seconds(run, steps, Path(folder) / "run")
+    seconds = {name: round(statistics.median(values), 4) for name, values in times.items()}
+    values = {"seconds": seconds, "environment": environment(torch.device("cpu"))}
+    text = json.dumps(values, indent=1) + "\n"
+    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
 def reproducible_numbers(result: Result) -> list[Any]:
     """Return all numbers of a result that do not depend on the speed of the machine."""
     evaluations = [
@@ -264,8 +295,9 @@ def unfinished(results: Results, suites: Suites) -> list[StudyRun]:
 
 def estimate(run: StudyRun, results: Results) -> float | None:
     """Estimate the CPU seconds of a run from finished runs of its model, family or suite."""
-    if run.minutes is not None:
-        return run.minutes * MINUTE
+    seconds = queue.find_suite(run.suite).variants[run.variant].step_seconds
+    if seconds is not None:
+        return seconds * length_of(configs.to_dict(run.config))
     same_suite = [
         result for result in results.values() if result.suite == run.suite and not result.error
     ]

@@ -148,15 +148,16 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
         "by seed",
         "parameters",
         "learning rate",
-        "training minutes" if name in queue.TIMED else "CPU minutes per run",
+        "training steps" if suite.equal_time else "CPU minutes per run",
     ]
     lengths = [str(length) for length in suite.lengths]
     rows = [[*header, *(f"perplexity at T = {length}" for length in lengths)]]
     for title, members in by_title(suite, runs):
-        mean = statistics.fmean(seconds_of(result) for result in members) / MINUTE
+        minutes = statistics.fmean(result.cpu_seconds for result in members) / MINUTE
+        cost = f"{members[0].steps:,}" if suite.equal_time else f"{minutes:.1f}"
         by_seed = ", ".join(format_metric(suite.metric, [result], unit="") for result in members)
         cells = [title, format_metric(suite.metric, members), by_seed, f"{members[0].parameters:,}"]
-        cells += [f"{members[0].learning_rate:g}", f"{mean:.1f}"]
+        cells += [f"{members[0].learning_rate:g}", cost]
         for length in lengths:
             perplexities = [
                 result.perplexities[length] for result in members if length in result.perplexities
@@ -164,13 +165,6 @@ def section(name: str, runs: Sequence[Result]) -> list[str]:
             cells.append(f"{statistics.fmean(perplexities):.2f}" if perplexities else "")
         rows.append(cells)
     return [f"## {suite.title}", "", suite.description, "", *markdown(rows), ""]
-
-
-def seconds_of(result: Result) -> float:
-    """Return the CPU time of a run, or its training time if that was given."""
-    if result.minutes is not None and result.evaluations:
-        return result.evaluations[-1]["seconds"]
-    return result.cpu_seconds
 
 
 def sweeps(name: str, runs: Sequence[Result]) -> list[str]:
@@ -264,11 +258,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 def plot(name: str, runs: Sequence[Result]) -> Figure:
     """Plot the metric of each model, and perplexity over context length if it was measured.
 
-    For suites with a given training time, plot accuracy over time instead.
+    For suites that compare models at equal time, plot accuracy over time instead.
     """
     suite = queue.find_suite(name)
     finished = [result for result in runs if not result.error]
-    if name in queue.TIMED:
+    if suite.equal_time:
         return plot_time(suite, finished)
     models = list(by_title(suite, finished))
     columns = 2 if suite.lengths else 1
@@ -321,10 +315,12 @@ def plot_time(suite: Suite, runs: Sequence[Result]) -> Figure:
     }
     for axes, side in zip(grid, sides, strict=True):
         of_this_size = [result for result in runs if result.config["data"]["size"] == side]
-        for result in sorted(of_this_size, key=lambda result: result.minutes or 0.0):
-            minutes = [line["seconds"] / MINUTE for line in result.evaluations]
+        for result in of_this_size:
+            variant = suite.variants[result.variant]
+            seconds = variant.step_seconds or math.nan
+            minutes = [line["step"] * seconds / MINUTE for line in result.evaluations]
             accuracies = [100 * line["accuracy"] for line in result.evaluations]
-            model, *_ = suite.variants[result.variant].title.split(",")
+            model, *_ = variant.title.split(",")
             axes.plot(
                 minutes, accuracies, "o-", color=colors[result.family], label=model, markersize=3
             )

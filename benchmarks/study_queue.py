@@ -6,12 +6,14 @@ training data. Each model is trained with two seeds first, and with a third if t
 claim.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from onescan import configs
@@ -56,8 +58,8 @@ class Variant:
     """Name of the group of models that share a learning rate."""
     run: RunConfig
     """Config of the run. The queue replaces its learning rate and seed."""
-    minutes: float | None = None
-    """Training time, which determines the number of steps. None uses the length of `run`."""
+    step_seconds: float | None = None
+    """Measured time of a training step, in suites that compare models at equal training time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +74,14 @@ class Suite:
     """Learning rates that each sweep compares first; see `swept_rates`."""
     sweep: Mapping[str, Any]
     """Config fields that differ in sweeps, by dotted name."""
-    sweep_minutes: float | None = None
-    """Training time of each run in a sweep. None uses the number of steps or epochs."""
     variants: Mapping[str, Variant]
     order: tuple[tuple[str, ...], ...]
     """Groups of variants in training order. The third seeds of a claim follow the group that
     completes its pair of models."""
     lengths: tuple[int, ...] = ()
     """Context lengths at which language models are evaluated after training."""
+    equal_time: bool = False
+    """Whether the budget is a training time instead of a number of steps."""
 
 
 class Claim(NamedTuple):
@@ -105,7 +107,6 @@ class StudyRun:
     seed: int
     config: RunConfig
     is_sweep: bool = False
-    minutes: float | None = None
     rate_is_known: bool = True
     """Whether the sweep that chooses the learning rate has finished."""
 
@@ -135,8 +136,6 @@ class Result:
     diverged."""
     error: str = ""
     """Why training stopped early, such as a loss that is not finite. Empty if it did not."""
-    minutes: float | None = None
-    """Planned training time. None if the number of steps or epochs was given instead."""
     perplexities: dict[str, float]
     """Perplexity by context length. Empty except for language models."""
     wall_seconds: float
@@ -436,24 +435,16 @@ def _masked() -> Suite:
 # Digits on textured images at equal training time
 
 SIDES, MINUTES = (64, 128), (5, 15)
-
-
-def _canvas_run(model: ModelConfig, side: int) -> RunConfig:
-    """Return the recipe canvas_digits with another model and image size."""
-    run = find_recipe("canvas_digits")()
-    return replace(
-        run,
-        name="study",
-        machine=ONE_THREAD,
-        model=configs.replace(model, {"image_size": (side, side)}),
-        data=configs.replace(run.data, {"size": side, "scale": side // 16}),
-    )
+STEP_TIMES = Path(__file__).with_name("study_step_times.json")  # written by `study.py measure`
+EVALUATIONS = 5  # during each run
+STEPS_PER_EPOCH = 89  # full batches of 16 in 1,437 training images
 
 
 @cache
-def _time() -> Suite:
+def canvas_models() -> dict[str, tuple[str, ModelConfig]]:
+    """Return the title and the config of each model that is compared at equal time, by name."""
     lightnet: Any = find_recipe("canvas_digits")().model
-    models = {
+    return {
         "lightnet": ("LightNet", lightnet),
         "softmax": (
             "LightNet with softmax attention",
@@ -481,42 +472,73 @@ def _time() -> Suite:
             ),
         ),
     }
-    variants = {
-        f"{name}_{side}_{minutes}min": Variant(
-            title=f"{title}, {side} x {side}, {minutes} min",
-            family=name,
-            run=_canvas_run(model, side),
-            minutes=minutes,
-        )
-        for side in SIDES
-        for name, (title, model) in models.items()
-        for minutes in MINUTES
-    }
+
+
+def canvas_run(name: str, side: int) -> RunConfig:
+    """Return the recipe canvas_digits with another model and image size."""
+    run = find_recipe("canvas_digits")()
+    _, model = canvas_models()[name]
+    return replace(
+        run,
+        name="study",
+        machine=ONE_THREAD,
+        model=configs.replace(model, {"image_size": (side, side)}),
+        data=configs.replace(run.data, {"size": side, "scale": side // 16}),
+    )
+
+
+def _timed_variant(name: str, side: int, minutes: float, step_seconds: float) -> Variant:
+    """Return a run with as many steps as fit in the given time, and evenly spaced evaluations."""
+    title, _ = canvas_models()[name]
+    steps = EVALUATIONS * max(1, round(minutes * MINUTE / step_seconds / EVALUATIONS))
+    every = steps / EVALUATIONS / STEPS_PER_EPOCH
+    changes = {"steps": steps, "evaluate_every": every, "checkpoint_every": every}
+    run = configs.replace(
+        canvas_run(name, side), {f"training.{field}": value for field, value in changes.items()}
+    )
+    return Variant(
+        title=f"{title}, {side} x {side}, {minutes:g} min",
+        family=name,
+        run=run,
+        step_seconds=step_seconds,
+    )
+
+
+@cache
+def _time() -> Suite:
+    seconds = json.loads(STEP_TIMES.read_text(encoding="utf-8"))["seconds"]
     return Suite(
         title="Digits on textured images at equal training time",
         description=(
-            "Models have about 0.07 million parameters and patches of 2 x 2 pixels. They are "
-            "trained for 5 or 15 minutes on one thread, not counting evaluations. Images have 64 x "
-            "64 pixels (1,024 tokens) or 128 x 128 pixels (4,096 tokens), and digits take up half "
-            "their height and width. Each line in the figure is one run, with a learning rate "
-            "schedule that ends with the run. Learning rates are chosen by runs of 5 minutes on "
-            "images of 64 x 64 pixels."
+            "Models have about 0.07 million parameters and patches of 2 x 2 pixels. Images have 64 "
+            "x 64 pixels (1,024 tokens) or 128 x 128 pixels (4,096 tokens), and digits take up "
+            "half their height and width. Training steps were timed for all models in turn, with "
+            "one thread on an otherwise idle machine, by `study.py measure`. Each model is trained "
+            "for as many steps as fit in 5 or 15 minutes. Each line in the figure is one run, with "
+            "a learning rate schedule that ends with the run. Learning rates are chosen by runs of "
+            "5 minutes on images of 64 x 64 pixels."
         ),
         metric="accuracy",
         learning_rates=(1e-3, 2e-3, 4e-3),
         sweep={"data.validate": True},
-        sweep_minutes=5.0,
-        variants=variants,
+        variants={
+            f"{name}_{side}_{minutes}min": _timed_variant(
+                name, side, minutes, seconds[f"{name}_{side}"]
+            )
+            for side in SIDES
+            for name in canvas_models()
+            for minutes in MINUTES
+        },
         order=tuple(
-            tuple(f"{name}_{side}_{minutes}min" for name in models)
+            tuple(f"{name}_{side}_{minutes}min" for name in canvas_models())
             for side in reversed(SIDES)
             for minutes in reversed(MINUTES)
         ),
+        equal_time=True,
     )
 
 
 SUITES = {"images": _images, "text": _text, "masked": _masked, "time": _time}
-TIMED = ("time",)  # suites that need an otherwise idle machine
 
 # Groups of variants in training order: name of the suite, and index in its `order`.
 ORDER = (
@@ -737,7 +759,6 @@ def _sweep(suite: str, family: str, results: Results) -> Iterator[StudyRun]:
             seed=SWEEP_SEED,
             config=configs.replace(definition.variants[name].run, changes),
             is_sweep=True,
-            minutes=definition.sweep_minutes,
         )
 
 
@@ -753,7 +774,6 @@ def _run(suite: str, name: str, seed: int, results: Results) -> StudyRun:
         family=variant.family,
         seed=seed,
         config=replace(variant.run, training=training),
-        minutes=variant.minutes,
         rate_is_known=rate is not None,
     )
 
@@ -785,7 +805,7 @@ def check_results(results: Results) -> None:
 
 def _changed_settings(run: StudyRun, result: Result) -> Iterator[str]:
     """Yield the names of settings in which a result differs from its run in the queue."""
-    for name in ("suite", "variant", "family", "seed", "is_sweep", "minutes"):
+    for name in ("suite", "variant", "family", "seed", "is_sweep"):
         if getattr(run, name) != getattr(result, name):
             yield name
     if not run.rate_is_known:
@@ -805,13 +825,18 @@ def _changed_settings(run: StudyRun, result: Result) -> Iterator[str]:
 def check_fairness() -> None:
     """Check that compared models have equal budgets, and parameter counts within `TOLERANCE`.
 
-    In suites with a given training time, only parameters are checked.
+    In suites that compare models at equal time, only parameters are checked.
 
     Raises:
         ValueError: If two models differ too much. The message names both.
     """
     pairs = [(claim.suite, claim.better, claim.worse) for claim in CLAIMS]
-    pairs += [(name, *pair) for name in TIMED for pair in pairwise(find_suite(name).variants)]
+    pairs += [
+        (name, *pair)
+        for name in SUITES
+        if find_suite(name).equal_time
+        for pair in pairwise(find_suite(name).variants)
+    ]
     for suite, a, b in pairs:
         first, second = (find_suite(suite).variants[name] for name in (a, b))
         counts = [parameters(variant.run.model) for variant in (first, second)]
@@ -820,7 +845,7 @@ def check_fairness() -> None:
                 f"{suite}: {a} has {counts[0]:,} parameters, but {b} has {counts[1]:,}, expected a "
                 f"difference of at most {TOLERANCE:.0%}"
             )
-        if suite in TIMED:
+        if find_suite(suite).equal_time:
             continue
         for path, *values in configs.differences(first.run, second.run):
             if not any(path == prefix or path.startswith(f"{prefix}.") for prefix in MAY_DIFFER):

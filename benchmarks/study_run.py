@@ -3,9 +3,7 @@
 import json
 import math
 import os
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,7 @@ from typing import Any
 import study_queue as queue
 import torch
 from results import environment
-from study_queue import MINUTE, Result, StudyRun
+from study_queue import Result, StudyRun
 
 import onescan
 from onescan import configs
@@ -28,7 +26,6 @@ from onescan.checkpoint.files import remove, write_atomically
 from onescan.experiments.evaluation.config import LengthsConfig
 from onescan.experiments.evaluation.lengths import measure_lengths
 from onescan.experiments.locks import locked
-from onescan.experiments.tasks import Task
 from onescan.experiments.training import RunConfig, read_metrics, train
 
 ROOT = Path(__file__).parents[1]
@@ -45,9 +42,6 @@ DATA_KINDS = {
 HELD_OUT = 0.1  # fraction of the text, as in the recipes
 NICENESS = 19
 INTERRUPTED, BUSY = 130, 75  # exit codes
-CALIBRATION = 24  # steps that are timed to plan a run; the first third is ignored
-MAX_DEVIATION = 0.2  # of the actual training time from the planned one, as a fraction
-TIMED_EVALUATIONS = 5
 MAX_TOKENS = 2**16 + 1  # of the test text, for perplexities by length
 
 
@@ -55,8 +49,7 @@ def train_run(run: StudyRun, data: Path, results: Path, folder: Path) -> None:
     """Train one run in this process, which then exits with a code if it did not finish."""
     check_writable(results)
     torch.set_num_threads(1)
-    if run.suite not in queue.TIMED:
-        os.nice(NICENESS)
+    os.nice(NICENESS)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         try:
@@ -79,8 +72,6 @@ class Progress:
     """SHA-256 hash of each data file."""
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    steps: int | None = None
-    """Number of steps that fit into the given training time."""
     start: tuple[float, float] = field(
         default_factory=lambda: (time.perf_counter(), time.process_time())
     )
@@ -104,7 +95,7 @@ class Progress:
         saved = json.loads(file.read_text(encoding="utf-8"))
         if (saved["commit"], saved["data"]) != (self.commit, self.data):
             return False
-        for name in ("wall_seconds", "cpu_seconds", "steps"):
+        for name in ("wall_seconds", "cpu_seconds"):
             setattr(self, name, saved[name])
         return True
 
@@ -116,8 +107,7 @@ def finish(run: StudyRun, data: Path, results: Path, folder: Path) -> Result:
 
     Raises:
         KeyboardInterrupt: If the run is interrupted. It can be resumed later.
-        ValueError: If data files are missing, if the code has changed during the run, or if a run
-            with a given training time took longer or shorter than planned.
+        ValueError: If data files are missing, or if the code has changed during the run.
         OSError: If the result cannot be written. The run is kept.
     """
     run_folder, file = folder / run.name, folder / f"{run.name}.progress.json"
@@ -145,10 +135,6 @@ def train_or_resume(
     run: StudyRun, config: RunConfig, run_folder: Path, progress: Progress
 ) -> Result:
     """Train a run in its folder, or continue it, and return its result."""
-    if run.minutes is not None:
-        timing_folder = run_folder.with_name(f"{run_folder.name}.timing")
-        progress.steps = progress.steps or measured_steps(config, run.minutes, timing_folder)
-        config = with_steps(config, progress.steps)
     error, lines, perplexities = "", [], {}
     try:
         train(config, run_folder)
@@ -160,8 +146,6 @@ def train_or_resume(
     evaluations = evaluations_of(lines)
     if evaluations and not all(map(math.isfinite, evaluations[-1].values())):
         error, evaluations = "the last evaluation is not finite", []
-    if evaluations and run.minutes is not None:
-        check_time(evaluations[-1]["seconds"], run.minutes, run_folder)
     progress.stop()
     return Result(
         name=run.name,
@@ -175,7 +159,6 @@ def train_or_resume(
         steps=max((line["step"] for line in lines), default=0),
         evaluations=evaluations,
         error=error,
-        minutes=run.minutes,
         perplexities=perplexities,
         wall_seconds=round(progress.wall_seconds, 1),
         cpu_seconds=round(progress.cpu_seconds, 1),
@@ -210,31 +193,13 @@ def perplexities_by_length(run_folder: Path, lengths: tuple[int, ...]) -> dict[s
 # Equal time
 
 
-def measured_steps(config: RunConfig, minutes: float, folder: Path) -> int:
-    """Return how many steps fit into the given time, judging by the median of a few steps."""
-    train(with_steps(config, CALIBRATION, evaluations=1), folder, overwrite=True)
+def step_seconds(config: RunConfig, steps: int, folder: Path) -> list[float]:
+    """Train for a few steps and return the time of each. The first third is left out."""
+    training = replace(config.training, steps=steps, evaluate_every=1e6, checkpoint_every=1e6)
+    config = configs.replace(config, {"training": training, "data.test_fraction": 0.02})
+    train(config, folder)
     lines = [line for line in read_metrics(folder) if line["split"] == "train"]
-    shutil.rmtree(folder)
-    median = statistics.median(line["seconds"] for line in lines[CALIBRATION // 3 :])
-    return TIMED_EVALUATIONS * max(1, round(minutes * MINUTE / median / TIMED_EVALUATIONS))
-
-
-def with_steps(config: RunConfig, steps: int, *, evaluations: int = TIMED_EVALUATIONS) -> RunConfig:
-    """Return the run with another number of steps and evenly spaced evaluations."""
-    task: Task = config.build_task()
-    every = steps / evaluations / task.steps_per_epoch(config.training.batch_size)
-    changes = {"steps": steps, "evaluate_every": every, "checkpoint_every": every}
-    return replace(config, training=replace(config.training, **changes))
-
-
-def check_time(seconds: float, minutes: float, run_folder: Path) -> None:
-    """Raise ValueError if training took longer or shorter than planned."""
-    if abs(seconds - minutes * MINUTE) > MAX_DEVIATION * minutes * MINUTE:
-        remove(run_folder)  # its numbers cannot be used
-        raise ValueError(
-            f"training took {seconds:.0f} s, expected {minutes * MINUTE:.0f} s to within "
-            f"{MAX_DEVIATION:.0%}: are other programs running on this machine?"
-        )
+    return [line["seconds"] for line in lines[steps // 3 :]]
 
 
 # Data and results

@@ -20,6 +20,7 @@ from study_queue import Claim, Result, Suite, Variant, verdict_of
 from onescan import configs
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.training import TrainingConfig
+from onescan.experiments.training.optim import Plan
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0" * 40
@@ -62,7 +63,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(study_queue, "ORDER", (("digits", 0),))
     claim = Claim("Positions help", "90 vs. 80", "digits", "full", "plain")
     monkeypatch.setattr(study_queue, "CLAIMS", (claim,))
-    monkeypatch.setattr(study_queue, "TIMED", ())
     monkeypatch.setattr(study_queue, "MAX_EXTENSIONS", 0)
     monkeypatch.setattr(study_run, "clean_commit", lambda: COMMIT)
     return claim
@@ -358,27 +358,40 @@ def test_a_diverged_run_has_a_result(tiny, tmp_path, monkeypatch):
     assert study_page.format_metric("accuracy", [found]) == "diverged"
 
 
+def test_models_are_trained_for_as_many_steps_as_fit_in_the_time():
+    seconds = json.loads(study_queue.STEP_TIMES.read_text(encoding="utf-8"))["seconds"]
+    variants = study_queue.find_suite("time").variants
+    assert len(variants) == len(seconds) * len(study_queue.MINUTES)
+    for name, variant in variants.items():
+        model, minutes = name.rsplit("_", 1)
+        steps = variant.run.training.steps
+        # Evaluations are evenly spaced, so the number of steps is a multiple of five.
+        assert steps * seconds[model] == pytest.approx(
+            60 * int(minutes.removesuffix("min")), abs=3 * seconds[model]
+        )
+        assert steps % study_queue.EVALUATIONS == 0
+
+
+def test_timed_runs_have_evenly_spaced_evaluations():
+    variant = study_queue._timed_variant("lightnet", 64, minutes=0.1, step_seconds=0.4)
+    task = variant.run.build_task()
+    per_epoch = task.steps_per_epoch(variant.run.training.batch_size)
+    assert per_epoch == study_queue.STEPS_PER_EPOCH
+    assert variant.run.training.steps == 15
+    plan = Plan.of(variant.run.training, per_epoch)
+    assert [step for step in range(1, 16) if plan.evaluates(step)] == [3, 6, 9, 12, 15]
+
+
 @pytest.mark.slow
-def test_timed_runs_train_for_as_many_steps_as_fit(tiny, tmp_path, monkeypatch):
-    suite = tiny_suite()
-    variants = {
-        name: dataclasses.replace(variant, minutes=0.02) for name, variant in suite.variants.items()
-    }
-    timed = dataclasses.replace(suite, variants=variants)
-    monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda: timed})
-    # Other tests may be running on this machine.
-    monkeypatch.setattr(study_run, "MAX_DEVIATION", 10.0)
-    found = finish("digits-full-0", tmp_path, swept())
-    assert found.minutes == 0.02
-    steps = [line["step"] for line in found.evaluations]
-    assert steps == [found.steps * n // 8 for n in range(1, 9)]
-    assert found.steps > 8
-    monkeypatch.setattr(study_run, "MAX_DEVIATION", 0.1)
-    study_run.check_time(1.3, 0.02, tmp_path / "run")
-    with pytest.raises(
-        ValueError, match="training took 1 s, expected 1 s to within 10%: are other"
-    ):
-        study_run.check_time(1.4, 0.02, tmp_path / "run")
+def test_steps_are_timed_for_all_models_in_turn(tmp_path, monkeypatch):
+    lightnet = study_queue.canvas_models()["lightnet"]
+    monkeypatch.setattr(study_queue, "canvas_models", lambda: {"lightnet": lightnet})
+    monkeypatch.setattr(study_queue, "SIDES", (32, 48))
+    file = tmp_path / "times.json"
+    study.measure(rounds=2, steps=3, file=file)
+    seconds = json.loads(file.read_text(encoding="utf-8"))["seconds"]
+    assert list(seconds) == ["lightnet_32", "lightnet_48"]
+    assert all(0 < value < 60 for value in seconds.values())
 
 
 def test_a_result_that_cannot_be_written_does_not_lose_the_run(tiny, tmp_path, monkeypatch):
@@ -667,12 +680,16 @@ def test_unequal_results_are_not_compared(tiny, tmp_path, field):
 def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_path, monkeypatch):
     lines = [{"step": n, "epoch": n, "seconds": 60.0 * n, "accuracy": n / 10} for n in (1, 2)]
     perplexities = {"32": 5.0, "128": 4.0}
-    one = result("digits-full-0", perplexities=perplexities, evaluations=lines, minutes=2.0)
+    one = result("digits-full-0", perplexities=perplexities, evaluations=lines, steps=2)
     one.config["data"]["size"] = 64
     found = {"digits-full-0": one}
-    for suite in (tiny_suite(lengths=(32, 128, 512)), tiny_suite()):
+    variants = {
+        name: dataclasses.replace(variant, step_seconds=60.0)
+        for name, variant in tiny_suite().variants.items()
+    }
+    timed = tiny_suite(variants=variants, equal_time=True)
+    for suite in (tiny_suite(lengths=(32, 128, 512)), timed):
         monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda suite=suite: suite})
-        monkeypatch.setattr(study_queue, "TIMED", () if suite.lengths else ("digits",))
         figure = study_page.plot("digits", list(found.values()))
         axes = figure.axes[-1]
         points = list(zip(*axes.lines[0].get_data(), strict=True))
