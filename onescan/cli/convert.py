@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from onescan.cli.options import Argv, Imports, echo, import_files, parse
+from onescan.cli.options import HELP, HELP_ALL, Argv, Imports, echo, import_files, parse
 
 
 def convert(argv: Argv) -> None:
@@ -35,7 +35,8 @@ def convert(argv: Argv) -> None:
         model of the same width."""
         imports: Imports = ()
 
-    if "--to=onnx" in argv or ("--to", "onnx") in pairwise(argv):
+    to_onnx = "--to=onnx" in argv or ("--to", "onnx") in pairwise(argv)
+    if to_onnx and {*HELP, HELP_ALL}.isdisjoint(argv):
         raise ValueError(
             "to is 'onnx', expected 'onescan', 'transformers' or 'diffusers'; in Python, "
             "export_onnx of onescan.integrations.export writes ONNX files"

@@ -152,9 +152,8 @@ def _size_row(
     printed = difference = ""
     if printed_millions is not None:
         printed = f"{printed_millions}M"
-        difference = f"{size.parameters / 1e6 / printed_millions - 1:.2%}"
-    if isinstance(printed_millions, int):
-        difference = "in millions"
+        if not isinstance(printed_millions, int):  # whole millions are too coarse to compare
+            difference = f"{size.parameters / 1e6 / printed_millions - 1:.2%}"
     gmacs = size.macs / 1e9
     row = f"{name:<{NAME_WIDTH}}{size.parameters:>13,}{printed:>13}{difference:>12}{gmacs:>8.2f}"
     if printed_gmacs is None:

@@ -108,6 +108,9 @@ def test_onnx_is_written_in_python(capsys):
         error = capsys.readouterr().err
         assert error.startswith("onescan: error: --to is 'onnx', expected")
         assert "export_onnx of onescan.integrations.export writes ONNX files" in error
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["convert", "--to", "onnx", "--help"])
+    assert "Library to convert to" in capsys.readouterr().out
 
 
 def test_constants_of_imagenet_are_noted(tmp_path, caplog):
