@@ -80,8 +80,11 @@ class Suite:
     completes its pair of models."""
     lengths: tuple[int, ...] = ()
     """Context lengths at which language models are evaluated after training."""
-    equal_time: bool = False
-    """Whether the budget is a training time instead of a number of steps."""
+
+    @property
+    def equal_time(self) -> bool:
+        """Whether the budget is a training time instead of a number of steps."""
+        return any(variant.step_seconds is not None for variant in self.variants.values())
 
 
 class Claim(NamedTuple):
@@ -436,7 +439,7 @@ def _masked() -> Suite:
 
 SIDES, MINUTES = (64, 128), (5, 15)
 STEP_TIMES = Path(__file__).with_name("study_step_times.json")  # written by `study.py measure`
-EVALUATIONS = 5  # during each run
+EVALUATIONS = 5  # during each run, or somewhat more in sweeps, whose epochs are shorter
 STEPS_PER_EPOCH = 89  # full batches of 16 in 1,437 training images
 
 
@@ -534,7 +537,6 @@ def _time() -> Suite:
             for side in reversed(SIDES)
             for minutes in reversed(MINUTES)
         ),
-        equal_time=True,
     )
 
 

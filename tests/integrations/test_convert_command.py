@@ -108,7 +108,7 @@ def test_onnx_is_written_in_python(capsys):
         error = capsys.readouterr().err
         assert error.startswith("onescan: error: --to is 'onnx', expected")
         assert "export_onnx of onescan.integrations.export writes ONNX files" in error
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["convert", "--to", "onnx", "--help"])
     assert "Library to convert to" in capsys.readouterr().out
 

@@ -680,14 +680,14 @@ def test_unequal_results_are_not_compared(tiny, tmp_path, field):
 def test_figures_show_perplexity_over_length_or_accuracy_over_time(tiny, tmp_path, monkeypatch):
     lines = [{"step": n, "epoch": n, "seconds": 60.0 * n, "accuracy": n / 10} for n in (1, 2)]
     perplexities = {"32": 5.0, "128": 4.0}
-    one = result("digits-full-0", perplexities=perplexities, evaluations=lines, steps=2)
+    one = result("digits-full-0", perplexities=perplexities, evaluations=lines)
     one.config["data"]["size"] = 64
     found = {"digits-full-0": one}
     variants = {
         name: dataclasses.replace(variant, step_seconds=60.0)
         for name, variant in tiny_suite().variants.items()
     }
-    timed = tiny_suite(variants=variants, equal_time=True)
+    timed = tiny_suite(variants=variants)
     for suite in (tiny_suite(lengths=(32, 128, 512)), timed):
         monkeypatch.setattr(study_queue, "SUITES", {"digits": lambda suite=suite: suite})
         figure = study_page.plot("digits", list(found.values()))
