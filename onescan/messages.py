@@ -48,13 +48,25 @@ def closest(value: object, choices: Sequence[str], *, count: int = 1) -> str:
     return f" (perhaps you meant {' or '.join(map(repr, near))})" if near else ""
 
 
-def missing_package(what: str, package: str, extra: str) -> ImportError:
-    """Return the error for a package that is not installed, and the extra to install.
+def missing_package(
+    what: str, package: str, extra: str, error: ImportError | None = None
+) -> ImportError:
+    """Return the error for a package that cannot be imported, and the extra to install.
+
+    Args:
+        what: What needs the package.
+        package: Its name, as in the extra.
+        extra: Extra of onescan.
+        error: What importing it raised. The message quotes it unless the package is just missing.
 
     >>> missing_package("writing ONNX", "onnx", "export")
     ImportError("writing ONNX needs onnx: pip install 'onescan[export]'")
+    >>> missing_package("timm's registry", "timm", "timm", ImportError("torchvision is too old"))
+    ImportError("timm's registry needs timm: pip install 'onescan[timm]' (torchvision is too old)")
     """
-    return ImportError(f"{what} needs {package}: pip install 'onescan[{extra}]'")
+    message = f"{what} needs {package}: pip install 'onescan[{extra}]'"
+    is_absent = isinstance(error, ModuleNotFoundError) and error.name == package.replace("-", "_")
+    return ImportError(message if error is None or is_absent else f"{message} ({error})")
 
 
 def named_type(value: object) -> str:

@@ -92,7 +92,7 @@ def download(
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
         what = f"there is no folder {name!r}; downloading a model of this name"
-        raise missing_package(what, "huggingface_hub", "text") from error
+        raise missing_package(what, "huggingface_hub", "text", error) from error
     try:
         folder = snapshot_download(
             name,
@@ -147,7 +147,7 @@ def upload(
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise missing_package("push_to_hub", "huggingface_hub", "text") from error
+        raise missing_package("push_to_hub", "huggingface_hub", "text", error) from error
     api = HfApi(token=token)
     try:
         repository = api.create_repo(name, private=private, exist_ok=True)

@@ -16,6 +16,7 @@ from onescan.cli.options import (
     Imports,
     LanguageModel,
     OptionsT,
+    check_out,
     echo,
     import_files,
     load_language_model,
@@ -145,8 +146,10 @@ def _evaluate_tasks(options: Any) -> None:
     from onescan.experiments.evaluation.harness import evaluate_tasks
     from onescan.experiments.training.folder import write_json
 
-    if options.out is not None and options.out.suffix != ".json":
-        raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
+    if options.out is not None:
+        if options.out.suffix != ".json":
+            raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
+        check_out(options.out)
     config = _with_batch_size(options.tasks, options.batch_size)
     scores = evaluate_tasks(str(options.checkpoint), config, device=options.device)
     echo("\n".join(scores.tables))

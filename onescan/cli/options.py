@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import os
 import re
 import shutil
 import sys
@@ -319,14 +320,14 @@ def resumable(out: Path) -> Iterator[None]:
 
 
 def check_out(out: Path) -> None:
-    """Raise ValueError if a file cannot be written to a path, because of a folder or a file."""
+    """Raise ValueError if no file can be written to a path."""
     if out.is_dir():
         raise ValueError(f"out is '{out}', which is a folder, expected a file")
-    for parent in out.parents:
-        if parent.exists():
-            if not parent.is_dir():
-                raise ValueError(f"out is '{out}', but {parent} is not a folder")
-            return
+    parent = next(folder for folder in out.parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"out is '{out}', but {parent} is not a folder")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
 
 
 def import_files(files: Sequence[Path]) -> None:

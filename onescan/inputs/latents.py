@@ -64,7 +64,7 @@ def load_vae(name: str) -> Any:
         from diffusers import AutoencoderKL
         from diffusers.utils import logging
     except ImportError as error:
-        raise missing_package("the VAE of latents", "diffusers", "generation") from error
+        raise missing_package("the VAE of latents", "diffusers", "generation", error) from error
     path = Path(name).expanduser()
     if not path.is_dir() and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"vae is {name!r}: there is no such folder")

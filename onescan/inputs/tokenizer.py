@@ -403,7 +403,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise missing_package(f"tokenizer {name!r}", "transformers", "text") from error
+        raise missing_package(f"tokenizer {name!r}", "transformers", "text", error) from error
     path = Path(name)
     source = path.parent if path.name == "tokenizer.json" else path
     with nullcontext() if source.exists() else without_retries():

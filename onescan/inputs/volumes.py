@@ -186,7 +186,7 @@ def open_volume(path: str | Path) -> Volume:
         from nibabel.orientations import io_orientation
         from nibabel.spatialimages import HeaderDataError
     except ImportError as error:
-        raise missing_package("reading NIfTI files", "nibabel", "medical") from error
+        raise missing_package("reading NIfTI files", "nibabel", "medical", error) from error
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(f"there is no file {file}")

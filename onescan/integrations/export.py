@@ -389,7 +389,7 @@ def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) ->
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise missing_package("writing ONNX", "onnx and onnxscript", "export") from error
+        raise missing_package("writing ONNX", "onnx and onnxscript", "export", error) from error
     with warnings.catch_warnings(), _errors_only("torch.onnx", "onnxscript"):
         # torch uses a class that it has deprecated itself
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)

@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     from onescan.messages import missing_package
 
-    raise missing_package("onescan.integrations.lm_eval", "lm-eval", "eval") from error
+    raise missing_package("onescan.integrations.lm_eval", "lm-eval", "eval", error) from error
 from torch import Tensor, nn
 
 from onescan.checks import check_positive

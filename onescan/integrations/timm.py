@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as error:
     from onescan.messages import missing_package
 
-    raise missing_package("onescan.integrations.timm", "timm", "timm") from error
+    raise missing_package("onescan.integrations.timm", "timm", "timm", error) from error
 from torch import Tensor, nn
 from torch.fx import Proxy
 

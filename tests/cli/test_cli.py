@@ -401,7 +401,7 @@ def test_runs_are_compared(runs, tmp_path, capsys, monkeypatch):
 
 
 def test_predict_names_classes(runs, tmp_path, capsys):
-    paths = [tmp_path / "grey.png", tmp_path / "colour.jpg"]
+    paths = [tmp_path / "gray.png", tmp_path / "color.jpg"]
     Image.new("L", (8, 8), 255).save(paths[0])
     Image.new("RGB", (40, 30), "red").save(paths[1])
     assert main(["predict", str(runs / "seed-0"), *map(str, paths), "--top-k", "2"]) == 0

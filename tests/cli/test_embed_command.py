@@ -175,6 +175,13 @@ def test_other_names_of_the_file_are_refused(out, message, capsys, monkeypatch):
     assert message in fails(capsys, "a text", "--model", LM, out=out)
 
 
+def test_a_read_only_folder_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load", None)  # before anything is loaded
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    message = fails(capsys, "a text", "--model", LM, out="new/v.npz")
+    assert "--out is 'new/v.npz', but nothing can be written to ." in message
+
+
 def test_the_input_is_not_overwritten(capsys):
     np.savez("x.npz", x=np.zeros((2, 8, 8, 1), np.uint8))
     before = Path("x.npz").read_bytes()

@@ -30,7 +30,7 @@ from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.denoiser import DenoiserConfig, NoiseConfig, SamplerConfig
 
 NAMES = ("zero", "1", "great white shark, a/b", "0")
-GREY = ImageFormat(channels=1, height=4, width=4, mean=(0.5,), std=(0.5,))
+GRAY = ImageFormat(channels=1, height=4, width=4, mean=(0.5,), std=(0.5,))
 SMALL = DenoiserConfig(
     image_size=(4, 4),
     channels=1,
@@ -41,7 +41,7 @@ SMALL = DenoiserConfig(
 )
 
 
-def save_run(folder, form=GREY, names=NAMES, task=None, **changes):
+def save_run(folder, form=GRAY, names=NAMES, task=None, **changes):
     """A run's folder as training leaves it, with weights that were never trained."""
     model = replace(SMALL, **changes).build().eval()
     for parameter in model.unpatchify.parameters():
@@ -196,7 +196,7 @@ def test_a_label_is_a_name_before_it_is_a_number(sample, tmp_path):
 
 
 def test_models_without_classes_and_of_color_images(sample, tmp_path):
-    color = replace(GREY, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    color = replace(GRAY, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     run = save_run(tmp_path / "run", color, (), channels=3, num_classes=0)
     sample("--num-images", 5, out="a.npz", run=run)
     with np.load(tmp_path / "a.npz") as file:

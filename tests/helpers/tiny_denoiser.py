@@ -19,7 +19,7 @@ NAMES = ("left", "right", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class BarsConfig(DataConfig):
-    """Grey images of 4 x 4: a bright half, left or right, or none."""
+    """Gray images of 4 x 4: a bright half, left or right, or none."""
 
     examples: int = 24
 

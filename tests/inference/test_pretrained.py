@@ -19,7 +19,7 @@ from onescan.inputs import ArrayFormat, ByteTokenizer, ImageFormat, TextFormat
 from onescan.inputs.targets import Target
 
 FORMAT = ImageFormat(channels=3, height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
-GREY = ImageFormat(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
+GRAY = ImageFormat(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
 SIGNALS = ArrayFormat(channels=3, shape=(8,), mean=(0.5,) * 3, std=(0.5,) * 3)
 BYTES = TextFormat.of(ByteTokenizer())
 
@@ -150,7 +150,7 @@ def test_without_a_format_inputs_are_not_converted(tmp_path):
             {"target": Target(kind="value", mean=(0.0,), std=(1.0,))},
             "target.mean has 1 number, but the model's num_classes is 3",
         ),
-        ({"format": GREY}, "format has 1 channel, but the model has 3"),
+        ({"format": GRAY}, "format has 1 channel, but the model has 3"),
         ({"format": SIGNALS}, "format has 1 axis, but the model has 2"),
         ({"format": BYTES}, "format is a TextFormat, which an ImageClassifier cannot read"),
     ],

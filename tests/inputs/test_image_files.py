@@ -18,8 +18,8 @@ from onescan.inputs import image_files as images
 from onescan.inputs.image_files import read_header
 from onescan.inputs.images import check_constants, check_unit_range, to_bytes, unit_pixels
 
-GREY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
-COLOUR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
+GRAY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
+COLOR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
 XMP = '<x:xmpmeta><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
 
 
@@ -338,7 +338,7 @@ def test_damaged_chunks_of_a_png_file_are_ignored(name, place):
 def test_damaged_segments_of_a_jpeg_file_are_ignored(part):
     content = photo("JPEG")
     damaged = io.BytesIO(content[:2] + part + content[2:])
-    assert torch.equal(COLOUR.decode(damaged), COLOUR.decode(io.BytesIO(content)))
+    assert torch.equal(COLOR.decode(damaged), COLOR.decode(io.BytesIO(content)))
     assert read_header(damaged)[:2] == (5, 6)
 
 
@@ -356,12 +356,12 @@ def test_damaged_segments_of_a_jpeg_file_are_ignored(part):
 )
 def test_damaged_metadata_are_ignored(kind, options):
     lossless = {"lossless": True} if kind == "WEBP" else {}
-    want = COLOUR.decode(io.BytesIO(photo(kind, **lossless)))
+    want = COLOR.decode(io.BytesIO(photo(kind, **lossless)))
     file = io.BytesIO(photo(kind, **lossless, **options))
-    assert torch.equal(COLOUR.decode(file), want)
+    assert torch.equal(COLOR.decode(file), want)
     assert read_header(file).is_upright
     with Image.open(file) as image:
-        assert_close(COLOUR.from_pil(image), want.float() / 255)
+        assert_close(COLOR.from_pil(image), want.float() / 255)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -374,14 +374,14 @@ def test_damaged_metadata_of_a_tiff_file_are_ignored():
     numbers = content[:at] + struct.pack("<HHI", 700, 3, 3) + content[at + 8 :]  # not text
     want = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     for damaged in (content, numbers):
-        assert torch.equal(COLOUR.decode(io.BytesIO(damaged)), want)
+        assert torch.equal(COLOR.decode(io.BytesIO(damaged)), want)
 
 
 def test_a_truncated_file_without_its_metadata_is_still_refused():
     content = photo("PNG")[:-40]
     for damaged in (content, content[:33] + DAMAGED_CHUNKS["iCCP"] + content[33:]):
         with pytest.raises(ValueError, match="cannot be read as an image"):
-            COLOUR.decode(io.BytesIO(damaged))
+            COLOR.decode(io.BytesIO(damaged))
 
 
 # Ranges of tensors
@@ -395,19 +395,19 @@ def test_the_type_determines_the_range_of_pixels(dtype, white):
         pixels = torch.full((1, 6, 5), value).to(dtype)
         want = torch.full((1, 6, 5), float(value > 0))
         assert torch.equal(unit_pixels(pixels), want)
-        assert torch.equal(GREY.model_input(pixels), want)
-        assert torch.equal(GREY.model_input(pixels.numpy()), want)
+        assert torch.equal(GRAY.model_input(pixels), want)
+        assert torch.equal(GRAY.model_input(pixels.numpy()), want)
         assert torch.equal(to_bytes(pixels), (want * 255).byte())
     ones = torch.ones(1, 6, 5)
     for floats in (ones, ones.half(), ones.double(), ones * 0.5):
-        assert torch.equal(GREY.model_input(floats).float(), floats.float())
-    assert GREY.model_input(ones.double()).dtype == torch.float32
+        assert torch.equal(GRAY.model_input(floats).float(), floats.float())
+    assert GRAY.model_input(ones.double()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint32])
 def test_integers_of_unknown_range_are_refused(dtype):
     with pytest.raises(ValueError, match=rf"pixels have type {dtype}, expected uint8"):
-        GREY.model_input(torch.ones(1, 6, 5).to(dtype))
+        GRAY.model_input(torch.ones(1, 6, 5).to(dtype))
 
 
 @pytest.mark.parametrize("value", [255.0, 1.5, -1.0, float("nan"), float("inf")])
@@ -417,15 +417,15 @@ def test_floats_outside_the_range_are_refused(value):
     with pytest.raises(ValueError, match=r"pixels are floats from .* expected floats from 0 to 1"):
         check_unit_range(pixels)
     with pytest.raises(ValueError, match="pixels are floats from"):
-        GREY.model_input(pixels)
-    assert GREY.standardize(pixels).shape == pixels.shape  # of values that are known to be right
+        GRAY.model_input(pixels)
+    assert GRAY.standardize(pixels).shape == pixels.shape  # of values that are known to be right
 
 
 def test_overshoots_of_an_interpolation_are_accepted():
     edges = (torch.arange(64).reshape(1, 1, 8, 8) % 3 // 2).float()
     larger = torch.nn.functional.interpolate(edges, scale_factor=3, mode="bicubic")
     assert larger.max() > 1.1
-    assert torch.equal(GREY.model_input(larger), larger)
+    assert torch.equal(GRAY.model_input(larger), larger)
 
 
 def test_the_range_of_other_arrays_is_not_that_of_pixels():
@@ -443,13 +443,13 @@ def test_other_shapes_are_refused(shape):
     message = re.escape(f"values has shape {shape}, expected [..., 3, *axes] with 2 axes")
     for values in (torch.zeros(shape), np.zeros(shape, np.uint8)):
         with pytest.raises(ValueError, match=message):
-            COLOUR.model_input(values)
+            COLOR.model_input(values)
 
 
 def test_pil_images_are_resized_for_the_model(tmp_path):
     image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     image.save(tmp_path / "a.png")
-    assert torch.equal(COLOUR.model_input(image), read_image(tmp_path / "a.png", COLOUR))
+    assert torch.equal(COLOR.model_input(image), read_image(tmp_path / "a.png", COLOR))
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -459,13 +459,13 @@ def test_what_is_no_image_is_named():
     message = r"values is .*, expected an array or a tensor; onescan.inputs.read_image\(path, form"
     for values in ("a.png", [image]):
         with pytest.raises(ValueError, match=message):
-            COLOUR.model_input(values)
+            COLOR.model_input(values)
     with pytest.raises(ValueError, match=r"values is an Image, expected an array or a tensor$"):
         array.model_input(image)
     with pytest.raises(
         ValueError, match="path is an Image, expected the path of an image file; fo"
     ):
-        read_image(image, COLOUR)
+        read_image(image, COLOR)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -492,9 +492,9 @@ def test_16_bits_per_pixel_are_not_16_bits_per_channel():
     header = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 16, 3, 4, 0, 0, 0, 0)
     content = b"BM" + struct.pack("<IHHI", 70, 0, 0, 66) + header + masks + b"\xff\xff\0\0"
     assert not read_header(io.BytesIO(content)).has_16_bits
-    assert COLOUR.decode(io.BytesIO(content)).max() == 255
+    assert COLOR.decode(io.BytesIO(content)).max() == 255
 
 
 def test_long_doubles_become_float64():
     x = np.full((3, 6, 5), 0.5, dtype=np.longdouble)
-    assert torch.equal(COLOUR.model_input(x), COLOUR.model_input(x.astype(np.float64)))
+    assert torch.equal(COLOR.model_input(x), COLOR.model_input(x.astype(np.float64)))

@@ -379,6 +379,7 @@ def test_lm_evals_own_tasks_are_indexed_only_if_needed(saved, monkeypatch):
         (["--tasks", "cats", "--limit", "0"], "limit is 0"),
         (["--tasks", "cats", "--num-fewshot", "-1"], "--num-fewshot is -1"),
         (["--tasks", "cats", "--out", "x.txt"], "x.txt"),
+        (["--tasks", "cats", "--out", f"{__file__}/x.json"], "test_lm_eval.py is not a folder"),
         (["--limit", "3"], "--tasks"),
         (["--tasks", "cats", "--workers", "2"], "--tasks"),
         (["--tasks", "dogs", "--include-path", "BROKEN"], "dogs.yaml"),

@@ -291,9 +291,9 @@ def test_guidance_extrapolates_from_the_unconditional_prediction():
         config = replace(SMALL, num_classes=0)
 
         def __call__(self, noisy, timesteps, labels):
-            labelled, unlabelled = (model(noisy, timesteps, torch.tensor([n])) for n in (2, 3))
-            guided = unlabelled + 2.5 * (labelled - unlabelled)
-            return torch.cat([guided[:, :1], labelled[:, 1:]], dim=1)  # the label's variance
+            labeled, unlabeled = (model(noisy, timesteps, torch.tensor([n])) for n in (2, 3))
+            guided = unlabeled + 2.5 * (labeled - unlabeled)
+            return torch.cat([guided[:, :1], labeled[:, 1:]], dim=1)  # the label's variance
 
     expected = sample(ByHand(), used, **(options | {"labels": None}))
     assert_close(found, expected, rtol=1e-4, atol=1e-5)

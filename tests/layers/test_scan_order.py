@@ -1,4 +1,4 @@
-"""The orders of natural scans: by hand, as permutations, as walks from neighbour to neighbour."""
+"""The orders of natural scans: by hand, as permutations, as walks from neighbor to neighbor."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_every_token_is_visited_once_and_finds_its_way_back(grid):
 
 
 @over_grids
-def test_a_step_leads_to_a_neighbour_most_often_along_its_own_axis(grid):
+def test_a_step_leads_to_a_neighbor_most_often_along_its_own_axis(grid):
     places = torch.stack(
         torch.meshgrid(*[torch.arange(n) for n in grid.shape], indexing="ij"), dim=-1
     ).flatten(0, -2)

@@ -612,7 +612,7 @@ def test_second_derivatives_of_bfloat16_products(causal, decay, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [70, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cancelling_row_sums_are_as_exact_as_in_plain_torch(tokens, dtype):
+def test_canceling_row_sums_are_as_exact_as_in_plain_torch(tokens, dtype):
     """With scores of both signs, row sums near 1 are small differences of large numbers."""
 
     def plain(q, k, v):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from onescan.experiments.data.order import derive_seed as derive_seed
     from onescan.experiments.data.order import epoch_order as epoch_order
     from onescan.experiments.data.recall import RecallConfig as RecallConfig
-    from onescan.experiments.data.sequences import LabelledSequence as LabelledSequence
+    from onescan.experiments.data.sequences import LabeledSequence as LabeledSequence
     from onescan.experiments.data.sequences import SequenceList as SequenceList
     from onescan.experiments.data.sequences import SequenceSet as SequenceSet
     from onescan.experiments.data.sequences import SequenceSplits as SequenceSplits
@@ -81,7 +81,7 @@ _MODULES = {
     "ImageSplits": "images",
     "ImageStream": "image_dataset",
     "ImageTensors": "images",
-    "LabelledSequence": "sequences",
+    "LabeledSequence": "sequences",
     "LatentsConfig": "latents",
     "ListOpsDataConfig": "long_range",
     "LoadedBatch": "base",

@@ -1,4 +1,4 @@
-"""Labelled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
+"""Labeled arrays of any number of axes, from `.npz` and `.npy` files: signals, images, volumes."""
 
 import math
 import zipfile
@@ -80,7 +80,7 @@ DAMAGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayDatasetConfig(DataConfig):
-    """Labelled arrays: a `.npz` file, or a folder of `.npy` files.
+    """Labeled arrays: a `.npz` file, or a folder of `.npy` files.
 
     The arrays are called x and y, of which a part is held out, or x_train, y_train, x_test and
     y_test. x has shape [N, *axes] or, with channels, [N, *axes, C], or [N, C, *axes] with

@@ -203,7 +203,7 @@ class DeitAugmentConfig(AugmentConfig):
                 import kornia  # noqa: F401 - check that it is installed
         except ImportError as error:
             what = f"task.augment.{names[0]} is {getattr(self, names[0])}, which"
-            raise missing_package(what, "kornia", "vision") from error
+            raise missing_package(what, "kornia", "vision", error) from error
         return DeitAugment(self)
 
 

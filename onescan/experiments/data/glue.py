@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from onescan.checks import HUB_NAME, check_choice
 from onescan.experiments.data.base import SKIP_ROWS, DataConfig, OnError
-from onescan.experiments.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.experiments.data.sequences import LabeledSequence, SequenceSet, SequenceSplits
 from onescan.experiments.data.sources import first_line, import_datasets, quiet, report_unreadable
 from onescan.experiments.data.text.lines import decode, open_text
 from onescan.inputs.pairs import PairEncoder, PairFormat
@@ -288,10 +288,10 @@ class GlueSet(SequenceSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         texts, label = self.rows[index]
         tokens, first = self.encoder.encode(*texts)
-        return LabelledSequence(tokens, label, first)
+        return LabeledSequence(tokens, label, first)
 
 
 def truncation_notes(texts: GlueSet, name: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Labelled images that the datasets library opens, by random access or as a stream."""
+"""Labeled images that the datasets library opens, by random access or as a stream."""
 
 import math
 import re
@@ -57,7 +57,7 @@ FIRST: DataState = {"block": 0, "turn": 0, "row": 0, "state": None}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDatasetConfig(DataConfig):
-    """Labelled images: a folder with one subfolder per class, parquet files, or a hub dataset.
+    """Labeled images: a folder with one subfolder per class, parquet files, or a hub dataset.
 
     Images are FOLDER/CLASS/IMAGE or, if a folder is called train, validation, valid, val or test,
     FOLDER/SPLIT/CLASS/IMAGE. The folder of a class may contain subfolders. Links are followed;

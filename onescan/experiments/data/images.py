@@ -1,4 +1,4 @@
-"""Labelled images: datasets in memory, readers of encoded images, random crops."""
+"""Labeled images: datasets in memory, readers of encoded images, random crops."""
 
 import math
 from collections.abc import Sequence
@@ -155,7 +155,7 @@ class ImageReader:
 
 
 class ImageSet(DataSet):
-    """Labelled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""
+    """Labeled images: a batch is (pixels, labels), pixels as bytes or as floats from 0 to 1."""
 
     def windowed(self, window: tuple[int, ...]) -> "ImageSet":
         """Return a data set that may read only a random window of each example with a seed.

@@ -1,4 +1,4 @@
-"""Labelled token sequences of different lengths, and the input format of a classifier."""
+"""Labeled token sequences of different lengths, and the input format of a classifier."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from onescan.experiments.data.base import DataSet, Example, LoadedBatch, Splits
 from onescan.inputs.sequences import Ids, SequenceFormat, pad_tokens
 
 
-class LabelledSequence(NamedTuple):
+class LabeledSequence(NamedTuple):
     """One sequence and its label.
 
     Attributes:
@@ -30,7 +30,7 @@ class LabelledSequence(NamedTuple):
 
 
 class SequenceSet(DataSet):
-    """Labelled sequences: a batch is (tokens, keep, labels), or (tokens, keep, labels, segments).
+    """Labeled sequences: a batch is (tokens, keep, labels), or (tokens, keep, labels, segments).
 
     tokens [B, T] are padded on the right to the longest of the batch; keep [B, T] is False for
     padding; segments [B, T], for pairs, are 1 from the second text on.
@@ -39,7 +39,7 @@ class SequenceSet(DataSet):
     decodes = True
 
     @abstractmethod
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         """Read one sequence, which depends only on its index.
 
         Raises:
@@ -55,18 +55,18 @@ class SequenceList(SequenceSet):
     """Sequences in memory."""
 
     decodes = False
-    sequences: Sequence[LabelledSequence]
+    sequences: Sequence[LabeledSequence]
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         return self.sequences[index]
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """Generates labelled sequences, or images to be read row by row."""
+    """Generates labeled sequences, or images to be read row by row."""
 
     def example(self, split: str, index: int) -> tuple[ArrayLike, int]:
         """Generate one example: tokens from 0 to 255, and the index of its class."""
@@ -83,9 +83,9 @@ class GeneratedSequences(SequenceSet):
     def __len__(self) -> int:
         return self.count
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         tokens, label = self.generator.example(self.split, index)
-        return LabelledSequence(np.asarray(tokens, dtype=np.uint8).reshape(-1), label)
+        return LabeledSequence(np.asarray(tokens, dtype=np.uint8).reshape(-1), label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,10 @@ class SequenceSplits(Splits):
     format: SequenceFormat
 
 
-def padded(sequences: Sequence[LabelledSequence]) -> tuple[Tensor, ...]:
+def padded(sequences: Sequence[LabeledSequence]) -> tuple[Tensor, ...]:
     """Pad sequences to a batch, as described in `SequenceSet`.
 
-    >>> two = [LabelledSequence(np.array([7]), 1), LabelledSequence(np.array([8, 9]), 0)]
+    >>> two = [LabeledSequence(np.array([7]), 1), LabeledSequence(np.array([8, 9]), 0)]
     >>> [part.tolist() for part in padded(two)]
     [[[7, 0], [8, 9]], [[True, False], [True, True]], [1, 0]]
     """

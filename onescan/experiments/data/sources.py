@@ -1,4 +1,4 @@
-"""Finding labelled data on disk or on the Hugging Face Hub, and opening it with datasets."""
+"""Finding labeled data on disk or on the Hugging Face Hub, and opening it with datasets."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def import_datasets(extra: str = "vision") -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise missing_package("data on disk or on a hub", "datasets", extra) from error
+        raise missing_package("data on disk or on a hub", "datasets", extra, error) from error
     return datasets
 
 

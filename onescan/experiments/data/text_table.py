@@ -1,4 +1,4 @@
-"""Labelled texts in your own tables: CSV, TSV, JSON or parquet."""
+"""Labeled texts in your own tables: CSV, TSV, JSON or parquet."""
 
 import re
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ SPLIT_COLUMN = "split"
 MIN_CLASSES = 2
 
 
-class LabelledText(NamedTuple):
+class LabeledText(NamedTuple):
     """One text, the name of its class, and its file and line."""
 
     text: str
@@ -225,9 +225,9 @@ class TextTableConfig(DataConfig):
             notes.append(left_out_note(self.path, others))
         return parquet_splits(path, files)
 
-    def _read(self, failures: list[str], notes: list[str]) -> dict[str, list[LabelledText]]:
+    def _read(self, failures: list[str], notes: list[str]) -> dict[str, list[LabeledText]]:
         """Read the texts of each part; add unreadable rows to `failures`, and others to `notes`."""
-        parts: dict[str, list[LabelledText]] = {}
+        parts: dict[str, list[LabeledText]] = {}
         files, labels, empty = self._files(notes), Labels(), 0
         for split, names in files.items():
             for name in names:
@@ -247,7 +247,7 @@ class TextTableConfig(DataConfig):
                             raise ValueError(f"{error} ({SKIP_ROWS})") from error
                         failures.append(str(error))
                         continue
-                    parts.setdefault(part, []).append(LabelledText(text, label, row.location))
+                    parts.setdefault(part, []).append(LabeledText(text, label, row.location))
         if empty:
             notes.append(f"left out {plural(empty, 'empty line')} of {self.path}")
         notes += labels.notes()
@@ -265,8 +265,8 @@ class TextTableConfig(DataConfig):
         return part
 
     def _held_out(
-        self, train: list[LabelledText], names: tuple[str, ...]
-    ) -> tuple[list[LabelledText], list[LabelledText]]:
+        self, train: list[LabeledText], names: tuple[str, ...]
+    ) -> tuple[list[LabeledText], list[LabeledText]]:
         counts = Counter(example.label for example in train)
         for example in train:
             if counts[example.label] == 1:
@@ -281,8 +281,8 @@ class TextTableConfig(DataConfig):
         return rows, held_out
 
     def _of_classes(
-        self, test: Iterable[LabelledText], names: tuple[str, ...], failures: list[str]
-    ) -> Iterator[LabelledText]:
+        self, test: Iterable[LabeledText], names: tuple[str, ...], failures: list[str]
+    ) -> Iterator[LabeledText]:
         for example in test:
             if example.label in names:
                 yield example
@@ -293,7 +293,7 @@ class TextTableConfig(DataConfig):
             failures.append(problem)
 
 
-def _class_names(examples: Iterable[LabelledText]) -> tuple[str, ...]:
+def _class_names(examples: Iterable[LabeledText]) -> tuple[str, ...]:
     """Return the labels in order; integers by value, and those of equal value as strings."""
     names = {example.label for example in examples}
     if all(re.fullmatch(r"[+-]?[0-9]{1,4000}", name) for name in names):

@@ -151,5 +151,5 @@ def _import_lm_eval() -> ModuleType:
     try:
         import lm_eval
     except ImportError as error:
-        raise missing_package("evaluating tasks", "lm-eval", "eval") from error
+        raise missing_package("evaluating tasks", "lm-eval", "eval", error) from error
     return lm_eval

@@ -193,11 +193,11 @@ def _score_tokens(model: CausalLM | MaskedLM, inputs: Tokens, labels: Tokens) ->
     """Score the labels, in chunks so that the memory for logits is bounded."""
     if isinstance(model, CausalLM):
         return token_losses(model, inputs, labels)
-    is_labelled = labels != IGNORE_INDEX
+    is_labeled = labels != IGNORE_INDEX
     hidden, _ = model.network(inputs)
     parts = zip(
-        hidden[is_labelled].split(CHUNK_TOKENS),
-        labels[is_labelled].split(CHUNK_TOKENS),
+        hidden[is_labeled].split(CHUNK_TOKENS),
+        labels[is_labeled].split(CHUNK_TOKENS),
         strict=True,
     )
     scores = [score_logits(model.head(x.unsqueeze(0)), label.unsqueeze(0)) for x, label in parts]

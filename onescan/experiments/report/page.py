@@ -1,5 +1,6 @@
 """Render self-contained HTML pages from one template, and write them to files."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,9 +161,11 @@ def check_report_path(path: Path) -> None:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder, expected a file name")
-    for parent in path.parents:
-        if parent.exists() and not parent.is_dir():
-            raise ValueError(f"{path} cannot be written: {parent} is a file, expected a folder")
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{path} cannot be written: {parent} is a file, expected a folder")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: nothing can be written to {parent}")
     if path.exists() and not (path.is_file() and _is_ours(path)):
         raise ValueError(f"{path} was not written by onescan: choose another name")
 

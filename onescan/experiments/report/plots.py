@@ -348,7 +348,7 @@ def label_ends(
 ) -> None:
     """Write the name of each line at its end, and move names apart that are close.
 
-    Lines that almost reach the right edge are labelled in the margin, shorter ones where they stop.
+    Lines that almost reach the right edge are labeled in the margin, shorter ones where they stop.
 
     Args:
         axes: Axes with their final limits.

@@ -158,7 +158,7 @@ def _of_transformers(name: str, field: str, path: str) -> Teacher:
         import onescan.integrations.transformers  # noqa: F401  # registers our classifiers
     except ImportError as error:
         purpose = f"{field} is {name!r}, which is not a run; loading it as a classifier"
-        raise missing_package(purpose, "transformers", "text") from error
+        raise missing_package(purpose, "transformers", "text", error) from error
     try:
         model = AutoModelForImageClassification.from_pretrained(
             path, use_safetensors=True, dtype=torch.float32, trust_remote_code=False

@@ -186,7 +186,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise missing_package("onescan linearize", "transformers", "text") from error
+        raise missing_package("onescan linearize", "transformers", "text", error) from error
     return transformers
 
 

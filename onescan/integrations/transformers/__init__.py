@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     from onescan.messages import missing_package
 
     what = "onescan.integrations.transformers"
-    raise missing_package(what, "transformers", "text") from error
+    raise missing_package(what, "transformers", "text", error) from error
 
 if int(transformers.__version__.split(".")[0]) < 5:  # noqa: PLR2004
     raise ImportError(

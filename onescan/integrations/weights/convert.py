@@ -99,7 +99,7 @@ def convert_back(model: nn.Module, library: str, **fields: Any) -> Any:
         kind = getattr(import_module(library), target.model(config))
     except ModuleNotFoundError as error:
         extra = "text" if library == "transformers" else "generation"
-        raise missing_package(f"converting to {library}", library, extra) from error
+        raise missing_package(f"converting to {library}", library, extra, error) from error
     settings = target.fields(config) | fields
     with torch.random.fork_rng(devices=[]):  # keep the caller's random state
         other = kind(**settings) if library == "diffusers" else kind(kind.config_class(**settings))

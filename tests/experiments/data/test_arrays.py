@@ -127,8 +127,8 @@ def test_bytes_are_images(tmp_path):
     unit = batch.double() / 255
     assert splits.format.mean == pytest.approx(unit.mean(dim=(0, 2, 3)).tolist())
     assert splits.format.std == pytest.approx(unit.std(dim=(0, 2, 3), correction=0).tolist())
-    grey = build(save(tmp_path / "b", x=x[..., 0], y=Y), test_fraction=0.25)
-    assert (grey.format.channels, grey.format.height, grey.format.width) == (1, 6, 5)
+    gray = build(save(tmp_path / "b", x=x[..., 0], y=Y), test_fraction=0.25)
+    assert (gray.format.channels, gray.format.height, gray.format.width) == (1, 6, 5)
     for shape in ((COUNT, 6, 5, 2), (COUNT, 6, 5, 4, 3)):
         x = RNG.integers(0, 256, shape, dtype=np.uint8)
         splits = build(save(tmp_path / "c", x=x, y=Y), axes=len(shape) - 2, test_fraction=0.25)

@@ -161,8 +161,8 @@ def test_disabled_steps_and_zero_strengths_change_nothing():
     for name, operation in operation_table().items():
         if name not in ("auto_contrast", "equalize", "invert", "posterize"):
             torch.testing.assert_close(operation(images, none), images, msg=name)
-    grey, flat = some_images(2, 1, 4, 4), torch.full((1, 3, 4, 4), 0.7)
-    assert torch.equal(operation_table()["color"](grey, torch.ones(2)), grey)
+    gray, flat = some_images(2, 1, 4, 4), torch.full((1, 3, 4, 4), 0.7)
+    assert torch.equal(operation_table()["color"](gray, torch.ones(2)), gray)
     torch.testing.assert_close(operation_table()["auto_contrast"](flat, torch.ones(1)), flat)
 
 
@@ -186,8 +186,8 @@ def test_padding_shifts_uniformly_over_black():
 
 
 def test_color_jitter_stays_within_its_range():
-    grey = torch.full((500, 1, 2, 2), 0.5)  # flat, so contrast changes nothing
-    values = only(color_jitter=0.4)(grey, 0)[:, 0, 0, 0]
+    gray = torch.full((500, 1, 2, 2), 0.5)  # flat, so contrast changes nothing
+    values = only(color_jitter=0.4)(gray, 0)[:, 0, 0, 0]
     assert values.min() == pytest.approx(0.3, abs=0.01)
     assert values.max() == pytest.approx(0.7, abs=0.01)
 
@@ -238,7 +238,7 @@ def test_flips_and_crops_equal_those_of_kornia_without_it(monkeypatch, count, pa
 
 def fill_in(image, matrix):
     """Move an image: pixel x of the result is pixel `matrix` x, counted from the top left one."""
-    a, b, c, d, e, f = matrix  # pillow's origin is the corner of that pixel, not its centre
+    a, b, c, d, e, f = matrix  # pillow's origin is the corner of that pixel, not its center
     moved = (a, b, c - (a + b - 1) / 2, d, e, f - (d + e - 1) / 2)
     bilinear = Image.Resampling.BILINEAR
     return image.transform(
@@ -381,7 +381,7 @@ def test_cutmix_labels_are_the_visible_areas(seed):
 def test_cutmix_areas_have_their_mean():
     images = torch.zeros(2, 1, 256, 256)
     parts = [1 - mixed(images, s, mixup_alpha=0.0)[1][0, 0].item() for s in range(1000)]
-    # of a side r = sqrt(u) around an even centre r - r^2 / 4 is inside, squared, over even u
+    # of a side r = sqrt(u) around an even center r - r^2 / 4 is inside, squared, over even u
     assert np.mean(parts) == pytest.approx(1 / 2 - 1 / 5 + 1 / 48, abs=0.03)
 
 

@@ -16,8 +16,8 @@ from onescan.experiments.data import DigitsConfig, ImageTensors, derive_seed, ep
 from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.inputs import ImageFormat, image_files, read_image
 
-GREY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
-COLOUR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
+GRAY = ImageFormat(channels=1, height=6, width=5, mean=(0.0,), std=(1.0,))
+COLOR = ImageFormat(channels=3, height=6, width=5, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def test_digits():
@@ -97,7 +97,7 @@ def save(folder, array, mode=None, name="image.png", **options):
     return folder / name
 
 
-def grey_values():
+def gray_values():
     return np.arange(30, dtype=np.uint8).reshape(6, 5) * 8
 
 
@@ -111,27 +111,27 @@ def noise(*shape):
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_grey_and_colour_are_read_exactly(tmp_path):
+def test_gray_and_color_are_read_exactly(tmp_path):
     deep = np.linspace(0, 65535, 30).round().astype(np.uint16).reshape(6, 5)
     large = np.full((40, 30), 102, dtype=np.uint8)
     for values, want in (
-        (grey_values(), grey_values() / 255),
+        (gray_values(), gray_values() / 255),
         (deep, deep / 65535),  # not clipped to eight bits
         (large, np.full((6, 5), 0.4)),
     ):
         path, want = save(tmp_path, values), torch.from_numpy(want).float()
-        torch.testing.assert_close(read_image(path, GREY), want[None])
-        torch.testing.assert_close(read_image(str(path), COLOUR), want.expand(3, 6, 5))
-        format = replace(GREY, mean=(0.5,), std=(0.25,))
+        torch.testing.assert_close(read_image(path, GRAY), want[None])
+        torch.testing.assert_close(read_image(str(path), COLOR), want.expand(3, 6, 5))
+        format = replace(GRAY, mean=(0.5,), std=(0.25,))
         torch.testing.assert_close(read_image(path, format)[0], (want - 0.5) / 0.25)
-    colours = np.zeros((6, 5, 3), dtype=np.uint8)
-    colours[..., 0], colours[..., 2] = 255, 51
-    pixels = read_image(save(tmp_path, colours), COLOUR)
+    colors = np.zeros((6, 5, 3), dtype=np.uint8)
+    colors[..., 0], colors[..., 2] = 255, 51
+    pixels = read_image(save(tmp_path, colors), COLOR)
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.2]))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-@pytest.mark.parametrize("format", [GREY, COLOUR])
+@pytest.mark.parametrize("format", [GRAY, COLOR])
 def test_transparent_parts_become_black(tmp_path, mode, format):
     image = Image.new("LA", (5, 6), (255, 255)).convert(mode)
     alpha = Image.fromarray(np.repeat([[0, 51, 102, 255, 255]], 6, axis=0).astype(np.uint8))
@@ -144,14 +144,14 @@ def test_transparent_parts_become_black(tmp_path, mode, format):
 def test_palettes_cmyk_and_bilevel(tmp_path):
     image = Image.new("P", (5, 6), 1)
     image.putpalette([0, 0, 0, 255, 0, 51, 9, 9, 9])
-    pixels = read_image(save(tmp_path, image), COLOUR)
+    pixels = read_image(save(tmp_path, image), COLOR)
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.2]))
     path = save(tmp_path, image, name="transparent.png", transparency=1)
-    torch.testing.assert_close(read_image(path, COLOUR), torch.zeros(3, 6, 5))
+    torch.testing.assert_close(read_image(path, COLOR), torch.zeros(3, 6, 5))
     ink = Image.new("CMYK", (5, 6), (0, 255, 255, 0))
-    pixels = read_image(save(tmp_path, ink, name="ink.tiff"), COLOUR)
+    pixels = read_image(save(tmp_path, ink, name="ink.tiff"), COLOR)
     torch.testing.assert_close(pixels[:, 0, 0], torch.tensor([1.0, 0.0, 0.0]))
-    white = read_image(save(tmp_path, Image.new("1", (5, 6), 1)), GREY)
+    white = read_image(save(tmp_path, Image.new("1", (5, 6), 1)), GRAY)
     torch.testing.assert_close(white, torch.ones(1, 6, 5))
 
 
@@ -159,15 +159,15 @@ def test_palettes_cmyk_and_bilevel(tmp_path):
 def test_the_center_of_an_image_is_read(tmp_path, size, left, upper):
     values = noise(size[1], size[0])
     part = 24 / min(size[1], size[0] * 24 / 20)
-    pixels = read_image(save(tmp_path, values), replace(GREY, height=24, width=20, crop=part))
+    pixels = read_image(save(tmp_path, values), replace(GRAY, height=24, width=20, crop=part))
     want = torch.from_numpy(values[upper : upper + 24, left : left + 20] / 255).float()
     torch.testing.assert_close(pixels[0], want, atol=1 / 255, rtol=0)
 
 
 def test_a_saved_format_without_a_crop_is_read_as_before():
-    saved = {name: value for name, value in to_dict(GREY).items() if name != "crop"}
-    assert from_dict(ImageFormat, saved) == GREY
-    assert GREY.box(30, 40) == (0, 0, 30, 40)
+    saved = {name: value for name, value in to_dict(GRAY).items() if name != "crop"}
+    assert from_dict(ImageFormat, saved) == GRAY
+    assert GRAY.box(30, 40) == (0, 0, 30, 40)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_saved_format_without_a_crop_is_read_as_before():
 )
 def test_an_impossible_format_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        replace(GREY, **change)
+        replace(GRAY, **change)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -198,7 +198,7 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(tmp_path, monkeypatc
         lambda image, mode: sizes.append(image.size) or convert(image, mode),
     )
     across, down = np.meshgrid(np.linspace(0, 127, 800), np.linspace(0, 127, 400))
-    format = replace(GREY, height=24, width=20, crop=0.5)
+    format = replace(GRAY, height=24, width=20, crop=0.5)
     values = (across + down).astype(np.uint8)
     large, small = (
         read_image(save(tmp_path, values, name=name, exif=oriented(orientation)), format)
@@ -215,7 +215,7 @@ def test_every_orientation_is_turned_upright_before_the_crop(tmp_path, orientati
     path = save(tmp_path, noise(6, 5, 3), name=f"a.{kind}", exif=exif, lossless=True)
     with Image.open(path) as image:
         upright = np.array(ImageOps.exif_transpose(image))
-    format = replace(COLOUR, height=upright.shape[0], width=upright.shape[1])
+    format = replace(COLOR, height=upright.shape[0], width=upright.shape[1])
     want = torch.from_numpy(upright / 255).float().permute(2, 0, 1)
     torch.testing.assert_close(read_image(path, format), want)
     sizes = []
@@ -236,7 +236,7 @@ def test_a_garbled_file_is_read_or_refused(kind):
         for _ in range(rng.choice([1, 5, 20])):
             garbled[rng.randrange(200)] = rng.choice([0, 1, 255, rng.randrange(256)])
         try:
-            COLOUR.decode(io.BytesIO(garbled))
+            COLOR.decode(io.BytesIO(garbled))
         except ValueError:
             refused += 1
     assert 0 < refused < 1500
@@ -244,17 +244,17 @@ def test_a_garbled_file_is_read_or_refused(kind):
 
 def test_what_is_no_image_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.png"):
-        read_image(tmp_path / "nowhere.png", GREY)
+        read_image(tmp_path / "nowhere.png", GRAY)
     text = tmp_path / "text.png"
     text.write_text("not an image")
     floats = save(tmp_path, np.ones((6, 5), dtype=np.float32), name="floats.tiff")
     for path in (text, floats, tmp_path):
         with pytest.raises(ValueError, match=f"{path} (is not|cannot be read as) an image"):
-            read_image(path, GREY)
+            read_image(path, GRAY)
     for name in ("image.png", "image.jpg", "image.gif", "image.tiff", "image.bmp"):
         path = save(tmp_path, noise(40, 40), name=name)
         content = path.read_bytes()
         for part in (0.3, 0.6, 0.9):  # cut off
             path.write_bytes(content[: int(part * len(content))])
             with pytest.raises(ValueError, match=f"{path.name} "):
-                read_image(path, GREY)
+                read_image(path, GRAY)

@@ -24,7 +24,7 @@ from onescan.experiments.recipes import RECIPES
 pytestmark = pytest.mark.usefixtures("offline")
 
 SMALL = {"image_size": (4, 4), "test_crop": None, "train_crop": None}
-GREY = {**SMALL, "channels": 1, "mean": (0.5,), "std": (0.5,)}
+GRAY = {**SMALL, "channels": 1, "mean": (0.5,), "std": (0.5,)}
 IMAGES = [{"bytes": encoded(50), "path": None}] * 4
 
 
@@ -169,7 +169,7 @@ def test_the_recipe_on_cifar100_reads_the_fine_labels_of_local_files(tmp_path):
 
 def test_parquet_files(tmp_path):
     (tmp_path / "notes.txt").write_text("of another kind")
-    splits = build(cifar_like(tmp_path), **GREY)
+    splits = build(cifar_like(tmp_path), **GRAY)
     assert splits.class_names == ("0", "1", "2")
     assert seen(splits.train) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2])
     assert seen(splits.test, places=[2, 0]) == ([102, 100], [0, 2])
@@ -382,8 +382,8 @@ def test_a_damaged_parquet_file_is_named(tmp_path, monkeypatch, how):
 def test_parquet_files_that_differ_are_named(tmp_path, streaming):
     cifar_like(tmp_path)
     first, more = tmp_path / "train.parquet", tmp_path / "train2.parquet"
-    write_parquet(more, [0, 1], first=50, colour=[1, 2], kind=[3, 4])
-    with pytest.raises(ValueError, match=f"{more} has columns that {first} lacks: colour, kind"):
+    write_parquet(more, [0, 1], first=50, color=[1, 2], kind=[3, 4])
+    with pytest.raises(ValueError, match=f"{more} has columns that {first} lacks: color, kind"):
         build(tmp_path, streaming=streaming, class_names=("a", "b", "c"))
     write_parquet(more, ["of another", "type"])
     if not streaming:
@@ -424,11 +424,11 @@ def test_fields_are_checked_before_data_is_opened(
 # Decoding and cropping
 
 
-@pytest.mark.parametrize("options", [SMALL, GREY])
+@pytest.mark.parametrize("options", [SMALL, GRAY])
 def test_eight_and_sixteen_bits_become_bytes(tmp_path, options):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        Image.new("L", (4, 4), 128).save(tmp_path / name / "grey.png")
+        Image.new("L", (4, 4), 128).save(tmp_path / name / "gray.png")
         Image.fromarray(np.full((4, 4), 0x8040, np.uint16)).save(tmp_path / name / "deep.png")
     pixels = read(build(tmp_path, test_fraction=0.5, **options).train).batch[0]
     assert torch.equal(pixels, torch.full_like(pixels, 128))
@@ -611,9 +611,9 @@ def test_conversions_are_counted(tmp_path):
         "images are stretched to another aspect ratio, by a factor of up to 2.00; "
         "--data.test-crop 1 crops them to the center instead",
     }
-    grey = build(tmp_path, **{**GREY, "test_crop": 1.0}).notes
-    assert "5 of 11 training images are converted to grayscale" in grey
-    assert "images are cropped to the center: up to 50% of a side is cut off" in grey
+    gray = build(tmp_path, **{**GRAY, "test_crop": 1.0}).notes
+    assert "5 of 11 training images are converted to grayscale" in gray
+    assert "images are cropped to the center: up to 50% of a side is cut off" in gray
 
 
 def test_a_large_folder_is_sampled(tmp_path, monkeypatch):

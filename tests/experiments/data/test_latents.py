@@ -120,9 +120,9 @@ def test_the_center_is_encoded(vae, tmp_path):
             wide.paste(Image.new("RGB", (SIZE, SIZE), (brightness,) * 3), (16, 0))
             wide.save(tmp_path / "images" / split / name / "a.png")
     assert main(command(str(tmp_path / "images"), vae, tmp_path / "out")) == 0
-    grey = torch.tensor([0, 255], dtype=torch.uint8)
-    grey = rearrange(grey, "n -> n 1 1 1").expand(2, 3, SIZE, SIZE)
-    mean, _ = Encoder(load_vae(vae), "float32", torch.device("cpu"))(grey)
+    gray = torch.tensor([0, 255], dtype=torch.uint8)
+    gray = rearrange(gray, "n -> n 1 1 1").expand(2, 3, SIZE, SIZE)
+    mean, _ = Encoder(load_vae(vae), "float32", torch.device("cpu"))(gray)
     stored = load_file(tmp_path / "out" / "test-00000.safetensors")[MEAN]
     torch.testing.assert_close(stored, mean, rtol=1e-5, atol=1e-5)
 
@@ -305,7 +305,7 @@ def test_unreadable_images_raise_or_are_skipped(vae, tmp_path):
 
 def test_unusable_settings_are_refused(images, vae, tmp_path):
     (tmp_path / "empty").mkdir()
-    grey = {"channels": 1, "mean": (0.5,), "std": (0.5,)}
+    gray = {"channels": 1, "mean": (0.5,), "std": (0.5,)}
     streams = write_parquet(tmp_path / "rows" / "train.parquet", [0, 1])
     write_parquet(tmp_path / "rows" / "test.parquet", [0, 1])
     stream = {"path": str(Path(streams).parent), "streaming": True, "class_names": CLASSES}
@@ -313,7 +313,7 @@ def test_unusable_settings_are_refused(images, vae, tmp_path):
         ({"vae": "./nowhere"}, {}, "no such folder"),
         ({"vae": str(tmp_path / "empty")}, {}, "cannot load as an AutoencoderKL"),
         ({}, {"image_size": (9, 8)}, r"data.image_size is \(9, 8\), expected multiples of 2"),
-        ({}, grey, "data.channels is 1, expected 3"),
+        ({}, gray, "data.channels is 1, expected 3"),
         ({}, stream, "data.streaming is on, expected off"),
         ({"shard_size": 0}, {}, "shard_size is 0, expected .* above 0"),
         ({"batch_size": 0}, {}, "batch_size is 0, expected .* above 0"),

@@ -79,11 +79,11 @@ def test_an_image_contains_two_discs_and_all_dashes(side, contour_length):
         assert count == 2
         middles = {complex(*np.argwhere(numbers == n).mean(0)[::-1] + 0.5) for n in (1, 2)}
         assert all(min(abs(disc - middle) for middle in middles) < 0.5 for disc in scene.discs)
-        grey = image[(image > 0) & (image < 255)]
+        gray = image[(image > 0) & (image < 255)]
         long, short = contour_length, contour_length // 3
         assert [len(curve) for curve in scene.curves[:2]] == [long, long]
         assert {len(curve) for curve in scene.curves[2:]} <= {short}
-        assert len(grey) > 2 * sum(map(len, scene.curves))  # pixels of each dash, at least
+        assert len(gray) > 2 * sum(map(len, scene.curves))  # pixels of each dash, at least
 
 
 @pytest.mark.parametrize(("side", "contour_length"), [*KINDS, (128, 14), (256, 6)])

@@ -773,7 +773,7 @@ def test_every_round_contains_all_documents_in_another_order(tmp_path):
     assert all(sorted(order) == texts for order in orders)
     assert len({tuple(order) for order in orders}) == 9
     files = [text[1] for text in orders[0]]
-    assert len(set(files[:7])) <= 2  # neighbours come together
+    assert len(set(files[:7])) <= 2  # neighbors come together
 
 
 def test_blocks_are_shuffled_independently(tmp_path):

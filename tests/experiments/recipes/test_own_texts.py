@@ -16,7 +16,7 @@ from onescan.cli import main
 from onescan.configs import replace
 from onescan.experiments.data import TextTableConfig
 from onescan.experiments.data.text.files import read_rows
-from onescan.experiments.data.text_table import LabelledText, _class_names
+from onescan.experiments.data.text_table import LabeledText, _class_names
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary
 from onescan.inference import loading
@@ -247,7 +247,7 @@ def test_missing_and_useless_data(tmp_path):
 )
 def test_classes_have_one_order(labels, names):
     for order in (labels, labels[::-1]):
-        assert _class_names([LabelledText("", label, "") for label in order]) == names
+        assert _class_names([LabeledText("", label, "") for label in order]) == names
 
 
 def test_labels_written_in_several_ways_are_noted(tmp_path):

@@ -187,6 +187,10 @@ def test_only_pages_of_onescan_are_replaced(folders, html_of, tmp_path, monkeypa
             check_report_path(folder)
     path.write_text(old := html_of())
     check_report_path(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        with pytest.raises(ValueError, match="nothing can be written"):
+            check_report_path(path)
     others = folders(KINDS["deit"])
 
     def fail(self, content):

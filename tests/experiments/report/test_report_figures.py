@@ -12,7 +12,7 @@ from matplotlib import figure
 from projections import parts_of
 from report_runs import HOSTILE, LDN, LIGHTNET, LION, PatternsConfig, model, run_config
 
-from onescan.experiments.data import LabelledSequence, SequenceList, SequenceSplits
+from onescan.experiments.data import LabeledSequence, SequenceList, SequenceSplits
 from onescan.experiments.data.text import TextDatasetConfig
 from onescan.experiments.report import decays, diffusion, mixers
 from onescan.experiments.report.plots import label_ends
@@ -239,7 +239,7 @@ def test_decays_of_language_models_are_means_over_tokens(group, quantiles, tmp_p
 
 def test_padding_has_no_part_in_mean_decays(group, quantiles):
     lengths = (1, 7, 3)
-    sequences = [LabelledSequence(np.arange(1, n + 1, dtype=np.uint8), 0) for n in lengths]
+    sequences = [LabeledSequence(np.arange(1, n + 1, dtype=np.uint8), 0) for n in lengths]
     data, names = SequenceList(sequences=sequences), ("a", "b")
     format = ByteFormat(max_length=9)
     splits = SequenceSplits(train=data, test=data, class_names=names, format=format)

@@ -33,7 +33,7 @@ from onescan.inputs import ArrayFormat, ImageFormat
 from onescan.inputs.tokenizer import TextFormat
 from onescan.models.image_classifier import ImageClassifierConfig
 
-GREY = ImageFormat(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
+GRAY = ImageFormat(channels=1, height=4, width=4, mean=(0.0,), std=(1.0,))
 NAMES = ("rows", "columns", "noise")
 
 
@@ -84,10 +84,10 @@ def log_softmax(row):
     return [z - total for z in row]
 
 
-def expected_loss(labelled, distilled, teacher_scores, targets, config):
+def expected_loss(labeled, distilled, teacher_scores, targets, config):
     """Return the mean over images of DeiT's losses, computed number by number."""
     losses = []
-    for z, d, t, y in zip(labelled, distilled, teacher_scores, targets, strict=True):
+    for z, d, t, y in zip(labeled, distilled, teacher_scores, targets, strict=True):
         loss = -sum(p * log for p, log in zip(y, log_softmax(z), strict=True))
         if config.kind == "hard":
             part = -log_softmax(d)[max(range(len(t)), key=t.__getitem__)]
@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_paper(kind, weight, heads, soft_labels):
     labels = torch.tensor([0, 2, 1, 1, 0])
     targets = torch.rand(5, 3).softmax(dim=1) if soft_labels else nn.functional.one_hot(labels, 3)
     task.distillation.teacher = Teacher(
-        name="t", model=Fixed(teacher_scores), format=GREY, class_names=NAMES
+        name="t", model=Fixed(teacher_scores), format=GRAY, class_names=NAMES
     )
     batch = torch.rand(5, 1, 4, 4), targets if soft_labels else labels
     loss, metrics = task.loss(Fixed(*scores), batch)
@@ -190,7 +190,7 @@ def test_models_without_the_token_are_unchanged():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MislabelledConfig(StripesConfig):
+class MislabeledConfig(StripesConfig):
     """Stripes with random training labels."""
 
     def build(self):
@@ -205,7 +205,7 @@ LONGER = {"training.epochs": 25, "task.augment": None}
 
 @pytest.mark.slow
 def test_random_labels_teach_nothing(tmp_path):
-    alone = dataclasses.replace(replace(tiny_run(), LONGER), data=MislabelledConfig())
+    alone = dataclasses.replace(replace(tiny_run(), LONGER), data=MislabeledConfig())
     assert train(alone, tmp_path).metrics["accuracy"] < 0.6
 
 
@@ -213,9 +213,7 @@ def test_random_labels_teach_nothing(tmp_path):
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_a_student_learns_from_its_teacher_despite_random_labels(teacher, tmp_path, kind):
     distills = {"task.distillation.weight": 0.9, "task.distillation.kind": kind}
-    run = dataclasses.replace(
-        distilled_run(teacher, **LONGER, **distills), data=MislabelledConfig()
-    )
+    run = dataclasses.replace(distilled_run(teacher, **LONGER, **distills), data=MislabeledConfig())
     result = train(run, tmp_path)
     assert result.metrics["accuracy"] > 0.8
     lines = [line for line in read_metrics(result.folder) if line["split"] == "train"]
@@ -424,16 +422,16 @@ def test_a_model_of_timm_has_its_format_in_the_config(transformers):
 
 
 def test_class_names_may_differ_but_not_their_order(transformers):
-    colour = dataclasses.replace(GREY, channels=3, mean=(0.0,) * 3, std=(1.0,) * 3)
+    color = dataclasses.replace(GRAY, channels=3, mean=(0.0,) * 3, std=(1.0,) * 3)
     found = load_teacher("regnet")
-    found.check(colour, NAMES)
-    found.check(colour, ("n01", "n02", "n03"))
+    found.check(color, NAMES)
+    found.check(color, ("n01", "n02", "n03"))
     with pytest.raises(
         ValueError, match="'regnet' calls class 0 'rows', but the data calls it 'col"
     ):
-        found.check(colour, ("columns", "rows", "noise"))
+        found.check(color, ("columns", "rows", "noise"))
     with pytest.raises(ValueError, match="'regnet' reads images of 3 channels, but the data has 1"):
-        found.check(GREY, NAMES)
+        found.check(GRAY, NAMES)
     transformers.processor.do_normalize = False
     with pytest.raises(ValueError, match="'regnet' does not standardize its images"):
         load_teacher("regnet")

@@ -12,7 +12,7 @@ from onescan import configs
 from onescan.experiments.data import (
     ByteTextConfig,
     Example,
-    LabelledSequence,
+    LabeledSequence,
     ListOpsDataConfig,
     PathfinderDataConfig,
     PixelImageConfig,
@@ -40,7 +40,7 @@ from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 SMALL = ListOpsConfig(min_length=4, max_length=30, max_depth=3, max_args=4)
 SEQUENCES = [
-    LabelledSequence(np.array(tokens, dtype=np.uint8), label)
+    LabeledSequence(np.array(tokens, dtype=np.uint8), label)
     for tokens, label in [([3, 1], 0), ([4, 4, 4, 2, 1], 2), ([5], 1), ([1, 2, 3], 2)]
 ]
 
@@ -76,17 +76,17 @@ def test_a_batch_is_padded_to_its_longest_sequence():
 
 
 def test_numbers_as_labels_are_floats():
-    assert padded([LabelledSequence(np.array([1]), 0.5)])[2].dtype == torch.float32
+    assert padded([LabeledSequence(np.array([1]), 0.5)])[2].dtype == torch.float32
 
 
 def test_pairs_come_with_segments():
     format = ByteFormat(max_length=3)
     pairs = [format.encode_pair("abcd", "x"), format.encode_pair(b"a", "xyz")]
-    tokens, keep, _, segments = padded([LabelledSequence(ids, 0, at) for ids, at in pairs])
+    tokens, keep, _, segments = padded([LabeledSequence(ids, 0, at) for ids, at in pairs])
     assert tokens.tolist() == [[97, 98, 99, 256, 120], [97, 256, 120, 121, 122]]
     assert segments.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]
     assert keep.all()
-    alone = padded([LabelledSequence(pairs[0][0], 0, 4), LabelledSequence(pairs[1][0][:3], 0, 2)])
+    alone = padded([LabeledSequence(pairs[0][0], 0, 4), LabeledSequence(pairs[1][0][:3], 0, 2)])
     assert alone[3].tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0]]  # padding has segment 0
 
 
@@ -150,8 +150,7 @@ def test_a_constant_prediction_has_no_correlation():
 
 def test_the_model_receives_segments():
     pairs = [
-        LabelledSequence(ids, 1, at)
-        for ids, at in [ByteFormat(max_length=3).encode_pair("ab", "c")]
+        LabeledSequence(ids, 1, at) for ids, at in [ByteFormat(max_length=3).encode_pair("ab", "c")]
     ]
     data = splits(pairs)
     model = tiny_model(segment_types=2).eval()
@@ -264,8 +263,8 @@ def write_published(folder, count, side=32):
     (folder / "metadata").mkdir()
     lines = []
     for i in range(count):
-        grey = np.full((side, side), i, dtype=np.uint8)
-        Image.fromarray(grey).save(folder / f"imgs/0/sample_{i}.png")
+        gray = np.full((side, side), i, dtype=np.uint8)
+        Image.fromarray(gray).save(folder / f"imgs/0/sample_{i}.png")
         lines.append(f"imgs/0 sample_{i}.png {i} {i % 2} 1.8 6")
     (folder / "metadata/0.npy").write_text("\n".join(lines))
 
@@ -300,13 +299,13 @@ def test_what_is_wrong_with_pathfinder_is_said(tmp_path):
         pathfinder(path=str(tmp_path / "large")).build()
 
 
-def test_images_are_read_as_grey_levels(tmp_path):
+def test_images_are_read_as_gray_levels(tmp_path):
     pixels = np.random.default_rng(0).integers(256, size=(2, 2, 3, 4, 5), dtype=np.uint8)
     for split, images in zip(("train", "test"), pixels, strict=True):
         for name, image in zip(("cat", "dog"), images, strict=True):
             (tmp_path / split / name).mkdir(parents=True)
-            grey = Image.fromarray(image[0])
-            grey.save(tmp_path / split / name / "a.png")
+            gray = Image.fromarray(image[0])
+            gray.save(tmp_path / split / name / "a.png")
     data = PixelImageConfig(path=str(tmp_path), image_size=(4, 5)).build()
     tokens, keep, labels = batch_of(data.test)
     assert tokens.tolist() == [image[0].flatten().tolist() for image in pixels[1]]

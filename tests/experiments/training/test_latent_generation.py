@@ -57,7 +57,7 @@ def test_training_decodes_pictures_as_the_pipeline_does(latents, tmp_path):
     result = train(run, tmp_path / "run")
     assert list(read_pictures(result.folder)) == [3]
     with Image.open(read_pictures(result.folder)[3]) as grid:
-        assert grid.size == (130, 130)  # two classes twice, in colour, by a gap
+        assert grid.size == (130, 130)  # two classes twice, in color, by a gap
         assert grid.mode == "RGB"
     assert "Generated images" in write_report([result], tmp_path / "report.html").read_text()
     task = run.task.build(run.data.build())

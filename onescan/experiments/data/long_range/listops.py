@@ -20,7 +20,7 @@ from onescan.experiments.data.base import DataConfig
 from onescan.experiments.data.long_range.rng import SPLITS, example_rng, random_below
 from onescan.experiments.data.sequences import (
     GeneratedSequences,
-    LabelledSequence,
+    LabeledSequence,
     SequenceList,
     SequenceSet,
     SequenceSplits,
@@ -387,7 +387,7 @@ def _read_split(folder: Path, split: str) -> SequenceList:
     if not path.is_file():
         raise ValueError(f"data.path is {str(folder)!r}, where there is no {path.name}")
     rows = [
-        LabelledSequence(np.array(tokens, dtype=np.uint8), label)
+        LabeledSequence(np.array(tokens, dtype=np.uint8), label)
         for tokens, label in read_listops(path)
     ]
     if not rows:

@@ -35,7 +35,7 @@ from onescan.experiments.data.long_range.rng import example_rng, random_below
 from onescan.experiments.data.order import epoch_order
 from onescan.experiments.data.sequences import (
     GeneratedSequences,
-    LabelledSequence,
+    LabeledSequence,
     SequenceSet,
     SequenceSplits,
 )
@@ -350,11 +350,11 @@ class PathfinderFiles(SequenceSet):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         row = int(self.indices[index])
         image, label = self.folder.example(row)
         try:
-            return LabelledSequence(self.format.encode(image), label)
+            return LabeledSequence(self.format.encode(image), label)
         except ValueError as error:
             path, _ = self.folder.images[row]
             raise ValueError(f"{path}: {error}; is data.images.side right?") from error

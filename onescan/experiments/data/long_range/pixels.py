@@ -11,14 +11,14 @@ from einops import rearrange
 from onescan.experiments.data.base import DataConfig, DataState, Example, LoadedBatch, OnError
 from onescan.experiments.data.image_dataset import ImageDatasetConfig
 from onescan.experiments.data.images import ImageSet
-from onescan.experiments.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.experiments.data.sequences import LabeledSequence, SequenceSet, SequenceSplits
 from onescan.inputs.images import to_bytes
 from onescan.inputs.sequences import PixelFormat
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelImageConfig(DataConfig):
-    """Labelled images as sequences of gray levels, from the same sources as `ImageDatasetConfig`.
+    """Labeled images as sequences of gray levels, from the same sources as `ImageDatasetConfig`.
 
     The Long Range Arena uses CIFAR-10, with sequences of 1024 tokens.
     """
@@ -98,9 +98,9 @@ class PixelSequences(SequenceSet):
             seed=seed, epoch=epoch, start=start, repeats=repeats, data_state=data_state
         )
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         tokens, _, labels = self.read([Example(index)]).batch
-        return LabelledSequence(tokens[0].numpy().astype(np.uint8), int(labels))
+        return LabeledSequence(tokens[0].numpy().astype(np.uint8), int(labels))
 
     def read(self, examples: Sequence[Example]) -> LoadedBatch:
         (images, labels), failures = self.images.read(examples)

@@ -1,4 +1,4 @@
-"""Labelled texts and pairs of texts as sequences of bytes, read from files or a hub."""
+"""Labeled texts and pairs of texts as sequences of bytes, read from files or a hub."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data.base import HELD_OUT, SPLITS, DataConfig
 from onescan.experiments.data.image_dataset import MIN_CLASSES, Classes, find_classes
-from onescan.experiments.data.sequences import LabelledSequence, SequenceSet, SequenceSplits
+from onescan.experiments.data.sequences import LabeledSequence, SequenceSet, SequenceSplits
 from onescan.experiments.data.sources import (
     Chosen,
     DatasetSource,
@@ -26,7 +26,7 @@ from onescan.messages import plural
 from onescan.shapes import Labels
 
 TABLE, TEXT = ".tsv", ".txt"
-UNLABELLED = "unsup"  # folder of IMDB without labels
+UNLABELED = "unsup"  # folder of IMDB without labels
 PAIR_COLUMNS = ("label", "id1", "id2", "text1", "text2")
 PAIR_LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 PAIR_CLASSES = ("unrelated", "related")
@@ -100,7 +100,7 @@ class LineTable:
 
 
 class Texts(ABC):
-    """Labelled texts of one split, read one at a time."""
+    """Labeled texts of one split, read one at a time."""
 
     notes: tuple[str, ...] = ()
     """What was left out."""
@@ -128,10 +128,10 @@ class TextFiles(Texts):
         others: list[Path] = []
         for file in map(Path, walk(str(folder))):
             class_name, *below = file.relative_to(folder).parts
-            if file.name.endswith(TEXT) and below and class_name != UNLABELLED:
+            if file.name.endswith(TEXT) and below and class_name != UNLABELED:
                 self.files.append(file)
                 self.labels.append(class_name)
-            elif class_name != UNLABELLED:
+            elif class_name != UNLABELED:
                 others.append(file)
         self.notes = (left_out_note(str(folder), others),) if others else ()
 
@@ -177,9 +177,9 @@ class TextRows(Texts):
 
 @dataclass(frozen=True, kw_only=True)
 class ByteTextConfig(DataConfig):
-    """Labelled texts, byte by byte, such as the IMDB reviews of the Long Range Arena.
+    """Labeled texts, byte by byte, such as the IMDB reviews of the Long Range Arena.
 
-    Reads FOLDER/SPLIT/CLASS/TEXT.txt, as in the IMDB archive, whose unlabelled reviews, `unsup`,
+    Reads FOLDER/SPLIT/CLASS/TEXT.txt, as in the IMDB archive, whose unlabeled reviews, `unsup`,
     are ignored; FOLDER/SPLIT.tsv with column names in the first line; parquet files with splits in
     their names; and datasets on the Hugging Face Hub.
     """
@@ -293,12 +293,12 @@ class ByteTexts(SequenceSet):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         try:
             tokens = self.format.encode(self.texts.text(index))
         except ValueError as error:
             raise ValueError(f"{self.texts.location(index)}: {error}") from error
-        return LabelledSequence(tokens, int(self.labels[index]))
+        return LabeledSequence(tokens, int(self.labels[index]))
 
 
 def _class_indices(texts: Texts, classes: Classes) -> Labels:
@@ -360,10 +360,10 @@ class DocumentPairs(SequenceSet):
     def __len__(self) -> int:
         return len(self.table)
 
-    def example(self, index: int) -> LabelledSequence:
+    def example(self, index: int) -> LabeledSequence:
         row = self.table.row(index)
         tokens, first = self.format.encode_pair(row["text1"], row["text2"])
-        return LabelledSequence(tokens, int(self.labels[index]), first)
+        return LabeledSequence(tokens, int(self.labels[index]), first)
 
 
 def _read_pairs(path: Path, format: ByteFormat) -> DocumentPairs:

@@ -86,7 +86,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise missing_package("training a tokenizer", "transformers", "text") from error
+        raise missing_package("training a tokenizer", "transformers", "text", error) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
