@@ -11,6 +11,7 @@ from onescan import zoo as zoo
 from onescan.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from onescan import ops as ops
     from onescan.checkpoint.generation_state import load_generation_state as load_generation_state
     from onescan.checkpoint.generation_state import save_generation_state as save_generation_state
     from onescan.experiments.training.convert import convert as convert
@@ -81,7 +82,7 @@ _MODULES = {
 }
 
 __all__ = ["__version__", *_MODULES]
-__getattr__ = lazy_attributes(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES | {"ops": "ops"})
 
 
 def __dir__() -> list[str]:

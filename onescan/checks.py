@@ -108,9 +108,14 @@ def check_whole(least: int, **numbers: Any) -> None:
     >>> check_whole(1, top_k=1.5)
     Traceback (most recent call last):
     ValueError: top_k is 1.5, expected a whole number of at least 1
+
+    Integers of NumPy are whole numbers too:
+
+    >>> import numpy as np
+    >>> check_whole(1, top_k=np.int64(2))
     """
     for name, number in numbers.items():
-        is_whole = isinstance(number, INTEGERS) and not isinstance(number, bool)
+        is_whole = isinstance(number, (*INTEGERS, Integral)) and not isinstance(number, bool)
         if not is_whole or number < least:
             raise ValueError(f"{name} is {number!r}, expected a whole number of at least {least}")
 

@@ -10,7 +10,7 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
 
     Args:
         package: Name of the package.
-        modules: Module of each name, relative to the package.
+        modules: Module of each name, relative to the package; the name itself if it is a module.
 
     >>> lazy_attributes("onescan", {"Grid": "shapes"})("Grid").__module__
     'onescan.shapes'
@@ -19,6 +19,7 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
     def getattr_of_package(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
+        module = import_module(f"{package}.{modules[name]}")
+        return module if name == modules[name] else getattr(module, name)
 
     return getattr_of_package

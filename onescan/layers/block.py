@@ -168,6 +168,11 @@ class ConditionedBlock(Block):
     """
 
     def __init__(self, width: int, *, mlp: MLPConfig | None, **options: Any) -> None:
+        for name, default in (("norm_position", "pre"), ("drop_path", 0.0), ("dropout", 0.0)):
+            if options.get(name, default) != default:
+                raise ValueError(
+                    f"{name} is {options[name]!r}, which a ConditionedBlock does not support"
+                )
         super().__init__(width, mlp=mlp, norm_affine=False, **options)
         self.modulation = Modulation(width, parts=3 if mlp is None else 6)
 

@@ -193,7 +193,8 @@ class ToeplitzPosition(nn.Module):
 
         A joint kernel is returned along each axis, for lag 0 along the others.
         """
-        powers = (self.log_decay.unsqueeze(-1) * torch.arange(lags)).exp()  # .. E lags
+        lag = torch.arange(lags, device=self.log_rate.device)
+        powers = (self.log_decay.unsqueeze(-1) * lag).exp()  # .. E lags
         weight: Tensor = self.weight
         if self.joint and self.bidirectional:
             axes = len(self.log_rate)

@@ -171,10 +171,12 @@ def keep_patches(keep: GridKeep, patch_size: tuple[int, ...]) -> Keep:
     if can_look_at_values(keep) and sequence_group(None) is None:
         box = torch.ones_like(keep)
         for axis in range(1, keep.ndim):
-            lines = keep.movedim(axis, 1).reshape(len(keep), keep.shape[axis], -1)
+            lines = keep.movedim(axis, 1).unsqueeze(-1).flatten(2)
             count = lines[..., 0].sum(dim=1)  # of the pixels along the first line
             inside = torch.arange(keep.shape[axis]) < count.unsqueeze(1)
-            box &= inside.reshape(len(keep), *(-1 if a == axis else 1 for a in range(1, keep.ndim)))
+            box &= inside.view(
+                len(keep), *(size if a == axis else 1 for a, size in enumerate(keep.shape) if a)
+            )
         wrong = ~box.flatten(1).any(dim=1) | (box != keep).flatten(1).any(dim=1)
         if wrong.any():
             raise ValueError(

@@ -118,8 +118,8 @@ class ImageClassifierConfig(ModelConfig):
         """Build the network with new weights from torch's global generator.
 
         Raises:
-            ValueError: If `check` raises it, patches do not divide the image, or the mixer, the
-                norm or the position rejects its config.
+            ValueError: If `check` raises it, or the mixer, the norm or the position rejects its
+                config.
         """
         self.check()
         return ImageClassifier(self)

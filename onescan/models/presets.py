@@ -680,7 +680,7 @@ def _preset_of(row: _Row) -> Preset:
         printed_millions=row.printed_millions,
         source=row.family.source,
         printed_gmacs=row.printed_gmacs,
-        printed_ablations=row.printed_ablations,
+        printed_ablations=dict(row.printed_ablations),
     )
 
 

@@ -18,7 +18,7 @@ from onescan.checks import (
 from onescan.configs import ModelConfig
 from onescan.layers.basic import MLPConfig, NormName, build_norm
 from onescan.layers.block import Block, init_weights
-from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
+from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
 from onescan.messages import named_type
@@ -26,7 +26,16 @@ from onescan.models.pretrained import Pretrained
 from onescan.ops.decay_attention import DecayState
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
 from onescan.ops.parallel import without_group
-from onescan.shapes import GeneratedTokens, Grid, Hidden, Memory, MemoryMask, TokenLogits, Tokens
+from onescan.shapes import (
+    GeneratedTokens,
+    Grid,
+    Hidden,
+    LowerBound,
+    Memory,
+    MemoryMask,
+    TokenLogits,
+    Tokens,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +117,16 @@ class DecoderLayer(nn.Module):
         self.attention = LinearCrossAttention(config.width, config.num_heads, config.feature_map)
 
     def forward(
-        self, x: Hidden, memory: DecayState, *, embedding: Hidden, state: Any
+        self,
+        x: Hidden,
+        memory: DecayState,
+        *,
+        embedding: Hidden,
+        state: Any,
+        lower_bound: LowerBound | None,
     ) -> tuple[Hidden, Any]:
-        x, state = self.block(x, Grid((x.shape[1],)), embedding=embedding, state=state)
+        grid = Grid((x.shape[1],))
+        x, state = self.block(x, grid, embedding=embedding, state=state, lower_bound=lower_bound)
         return x + self.attention(self.norm(x), memory), state
 
 
@@ -135,6 +151,7 @@ class SequenceDecoder(Pretrained, nn.Module):
         width = config.width
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.depth))
+        self.lower_bounds = build_lower_bounds(config.mixer, depth=config.depth, width=width)
         self.norm = build_norm(config.norm, width)
         self.head = nn.Linear(width, config.vocab_size)
         self.apply(self._init_weights)
@@ -171,11 +188,12 @@ class SequenceDecoder(Pretrained, nn.Module):
         positions = torch.arange(state.position, end, device=tokens.device)
         x = self.embedding(tokens)  # B T D
         x = embedding = x + sinusoidal_positions(positions, self.config.width).to(x.dtype)
+        bounds = [None] * len(self.layers) if self.lower_bounds is None else self.lower_bounds()
         mixers = []
         with without_group():
-            layers = zip(self.layers, state.mixers, state.memories, strict=True)
-            for layer, mixer, summary in layers:
-                x, mixer = layer(x, summary, embedding=embedding, state=mixer)
+            layers = zip(self.layers, state.mixers, state.memories, bounds, strict=True)
+            for layer, mixer, summary, bound in layers:
+                x, mixer = layer(x, summary, embedding=embedding, state=mixer, lower_bound=bound)
                 mixers.append(mixer)
         return self.head(self.norm(x)), DecoderState(end, tuple(mixers), state.memories)
 

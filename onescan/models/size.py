@@ -90,12 +90,6 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
     return counts
 
 
-def count_macs(config: ModelConfig, *inputs: Tensor | None) -> int:
-    """Return the multiply-accumulates of one forward pass on inputs of these shapes."""
-    with torch.device("meta"):
-        return _macs(config.build(), inputs)
-
-
 def attention_flops(tokens: int, head_width: int) -> int:
     """Return the FLOPs of softmax attention with one head, L (6 D^2 + 4 L D + 2 L).
 

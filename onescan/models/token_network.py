@@ -598,7 +598,7 @@ def select_rows(state: Any, rows: Tensor) -> Any:
         state: State returned by a model.
         rows: Indices into the batch; may repeat.
     """
-    return map_tensors(lambda x: x.index_select(0, rows), state)
+    return map_tensors(lambda x: x.index_select(0, rows) if x.ndim else x, state)
 
 
 def as_buffers(state: Any, device: torch.device) -> Any:

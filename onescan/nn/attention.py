@@ -205,6 +205,10 @@ class LionAttention(AttentionLayer):
                 "context was given to a layer with decay, expected decay='none' or "
                 "LightNetAttention"
             )
+        if config.scan == "natural":
+            raise ValueError(
+                "context was given to a layer with scan='natural', expected scan='flat'"
+            )
         super().check_context(context_shape)
 
 

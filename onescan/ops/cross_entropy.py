@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from onescan.checks import check_choice, check_shapes
 from onescan.ops.backend import Backend, resolved_backend
 
 
@@ -32,11 +33,14 @@ def cross_entropy(
             and has first derivatives only. "auto" chooses; see `use_backend`.
 
     Raises:
-        ValueError: If the backend is unknown, or "triton" cannot run on these inputs.
+        ValueError: If shapes do not match, the reduction or the backend is unknown, or "triton"
+            cannot run on these inputs.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([3, -100])).exp().item()
     4.0
     """
+    check_choice("reduction", reduction, ("mean", "sum"))
+    check_shapes(logits=(logits, "N classes"), labels=(labels, "N"))
     if resolved_backend(backend, True, logits, widest=None) == "triton":
         from onescan.ops import cross_entropy_launch  # imports Triton
 

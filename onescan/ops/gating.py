@@ -27,13 +27,17 @@ def gated(x: Tensor, gate: Tensor, activation: str, *, backend: Backend = "auto"
             computes in float32 and has first derivatives only. "auto" chooses; see `use_backend`.
 
     Raises:
-        ValueError: If the activation or the backend is unknown, or "triton" cannot run on these
-            inputs.
+        ValueError: If the activation or the backend is unknown, the gate has another shape than x,
+            or "triton" cannot run on these inputs.
 
     >>> gated(torch.ones(2), torch.zeros(2), "sigmoid").tolist()
     [0.5, 0.5]
     """
     check_choice("activation", activation, ACTIVATIONS)
+    if gate.shape != x.shape:
+        raise ValueError(
+            f"gate has shape {tuple(gate.shape)}, expected {tuple(x.shape)}, the shape of x"
+        )
     if resolved_backend(backend, True, x, gate, widest=None) == "triton":
         from onescan.ops import gating_launch  # imports Triton
 

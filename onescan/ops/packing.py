@@ -109,7 +109,8 @@ class Packing:
 
     def _once(self, key: str | int, compute: Callable[[], Any]) -> Any:
         if key not in self._cache:
-            self._cache[key] = compute()
+            with torch.inference_mode(False):  # so that later calls can compute gradients
+                self._cache[key] = compute()
         return self._cache[key]
 
     def _to_device(self, x: Tensor) -> Tensor:

@@ -107,3 +107,10 @@ def test_inputs_are_unchanged_without_gradients(activation):
     assert torch.equal(y, gated(x.requires_grad_(), gate, activation, backend="torch"))
     assert torch.equal(x, before[0])
     assert torch.equal(gate, before[1])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_gate_of_another_shape_is_refused(backend):
+    x = torch.ones(2, 3, device=DEVICE)
+    with pytest.raises(ValueError, match=r"gate has shape \(3,\), expected \(2, 3\)"):
+        gated(x, x[0], "silu", backend=backend)

@@ -337,3 +337,11 @@ def test_cross_attention_reads_the_decayed_memory(decay):
 def test_impossible_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DeltaRuleMixerConfig(num_heads=HEADS, **fields).build(width=WIDTH, axes=1)
+
+
+@pytest.mark.parametrize("qk_norm", ["l2", "sum"])
+def test_large_float16_keys_keep_their_norm(qk_norm):
+    mixer = DeltaRuleMixerConfig(num_heads=1, qk_norm=qk_norm).build(width=8, axes=1).half()
+    keys = mixer.normalized(torch.full((1, 1, 1, 8), 20_000.0, dtype=torch.float16))
+    want = torch.full_like(keys, 8**-0.5 if qk_norm == "l2" else 1 / 8)
+    torch.testing.assert_close(keys, want)

@@ -274,3 +274,9 @@ def test_a_mixer_returns_outputs_and_state(wrong, message, packed):
     documents = Documents(packing) if packed else None
     with pytest.raises(ValueError, match=message):
         block(x, Grid((6,)), documents=documents)
+
+
+def test_kernels_of_positions_are_on_their_device():
+    with torch.device("meta"):
+        position = ToeplitzPositionConfig().build(width=8, grid=Grid((4,)))
+    assert position.kernels(4).device.type == "meta"

@@ -31,6 +31,7 @@ from onescan.models.denoiser import DenoiserConfig
 from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.ops.linear_diffusion import IMPLEMENTATIONS
+from onescan.ops.packing import Packing
 from onescan.ops.parallel import SequenceGroup
 from onescan.shapes import Grid
 
@@ -760,3 +761,24 @@ def test_a_state_of_another_mixer_is_refused():
     mixer = built(direction="forward")
     with pytest.raises(ValueError, match="state is an int"):
         unwrap(type(mixer).forward)(mixer, tokens(1, 2), Grid((2,)), state=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"), [({"separable": True}, None), ({"kernel": "dense"}, 7)]
+)
+def test_packed_sequences_that_cannot_be_separated_are_refused(fields, tokens):
+    mixer = built(**fields, **({} if tokens is None else {"tokens": tokens}))
+    packing = Packing(torch.tensor([0, 3, 7]), batch=1, tokens=7)
+    with pytest.raises(ValueError, match="cu_seqlens was given to a mixer that cannot separate"):
+        mixer(torch.randn(1, 7, WIDTH).double(), Grid((7,)), cu_seqlens=packing)
+
+
+def test_masked_tokens_of_the_embedding_may_be_nan():
+    mixer = built()
+    h, x = torch.randn(2, 1, 5, WIDTH).double()
+    keep = torch.tensor([[True, True, False, True, True]])
+    x = x.masked_fill(~keep.unsqueeze(-1), torch.nan)
+    got, _ = mixer(h, Grid((5,)), keep=keep, embedding=x)
+    got.sum().backward()
+    assert got.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in mixer.parameters())

@@ -20,6 +20,7 @@ from onescan.layers.mixers import (
     DeltaRuleMixerConfig,
     HGRNMixerConfig,
     HydraMixerConfig,
+    LightNetMixerConfig,
     LionMixerConfig,
     RWKV6MixerConfig,
     lion,
@@ -676,6 +677,8 @@ def test_a_lion_classifier_compiles_whole(scan):
         dataclasses.replace(LINEAR_TRANSFORMERS["gla"], norm="simple_rms"),
         HydraMixerConfig(),
         RWKV6MixerConfig(),
+        LightNetMixerConfig(decay=False),
+        LightNetMixerConfig(decay=False, direction="forward"),
     ],
 )
 def test_sums_that_nothing_divides_may_outgrow_float16(config, autocasts):

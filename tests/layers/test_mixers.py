@@ -451,6 +451,18 @@ def test_key_importance_is_a_share():
     torch.testing.assert_close(shares.sum(dim=-1), torch.ones(2, HEADS, dtype=torch.float64))
 
 
+def test_key_importance_of_a_backward_mixer_is_that_of_its_convolved_keys():
+    forward, backward = (
+        built(LightNetMixerConfig(num_heads=HEADS, conv_size=3, direction=direction))
+        for direction in ("forward", "backward")
+    )
+    backward.load_state_dict(forward.state_dict())
+    x = tokens(2, 13)
+    torch.testing.assert_close(
+        backward.key_importance(x), forward.key_importance(x.flip(1)).flip(-1)
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "axes", "message"),
     [

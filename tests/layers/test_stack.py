@@ -37,3 +37,14 @@ def test_two_calls_equal_one(mixer, kind):
     last = apply(x[:, 3:], first.states)
     for *parts, expected in zip(first.selected, last.selected, whole.selected, strict=True):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.1}, {"drop_path": 0.1}, {"norm_position": "post"}]
+)
+def test_a_conditioned_block_refuses_what_it_would_ignore(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} is .* which a ConditionedBlock does not support"):
+        ConditionedBlock(
+            8, axes=1, mixer=MIXERS["lightnet"], mlp=MLPConfig(), norm="layer", **options
+        )

@@ -56,6 +56,7 @@ from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.models.token_network import (
     TokenNetwork,
+    as_buffers,
     flatten_state,
     map_tensors,
     select_rows,
@@ -740,3 +741,10 @@ def test_a_state_is_refused_where_positions_are_read_in_both_directions():
     _, state = model(ids(1, 4))
     with pytest.raises(ValueError, match=r"position\.bidirectional=True, whose tokens"):
         model(ids(1, 4), state=state)
+
+
+def test_rows_of_a_state_with_numbers_as_tensors_are_selected():
+    state = as_buffers((torch.arange(6.0).view(3, 2), None, 7), torch.device("cpu"))
+    rows, _, number = select_rows(state, torch.tensor([2, 0]))
+    assert rows.tolist() == [[4, 5], [0, 1]]
+    assert number == 7

@@ -1,5 +1,6 @@
 """The classifier, its presets, and the parameter counts that decide how LightNet is built."""
 
+from copy import deepcopy
 from inspect import unwrap
 
 import pytest
@@ -17,6 +18,7 @@ from onescan.models.presets import (
     LDN_ABLATIONS,
     LIGHTNET_ABLATIONS,
     LION_ABLATIONS,
+    PRESETS,
     build,
     preset,
 )
@@ -251,3 +253,19 @@ def test_a_classifier_exports_with_any_batch():
     exported = torch.export.export(model, (torch.zeros(2, 1, 8, 8),), dynamic_shapes=({0: batch},))
     images = torch.randn(5, 1, 8, 8)
     torch.testing.assert_close(exported.module()(images), model(images))
+
+
+def test_an_empty_batch_may_have_a_mask():
+    model = ImageClassifierConfig(
+        width=8,
+        depth=1,
+        image_size=(8, 8),
+        patch_size=(4, 4),
+        mixer=LightNetMixerConfig(num_heads=2),
+    ).build()
+    keep = torch.ones(0, 8, 8, dtype=torch.bool)
+    assert model(torch.empty(0, 3, 8, 8), keep=keep).shape == (0, 1000)
+
+
+def test_presets_can_be_copied():
+    assert deepcopy(PRESETS["deit_tiny"]) == PRESETS["deit_tiny"]

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from onescan.layers.basic import GLUConfig
 from onescan.layers.block import Block
 from onescan.layers.mixers import (
+    HGRNMixerConfig,
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
@@ -38,6 +39,10 @@ MIXERS = {
         "mlp": GLUConfig(),
     },
     "lion": {"mixer": LionMixerConfig(num_heads=4, direction="forward"), "mlp": GLUConfig()},
+    "lower bounds": {
+        "mixer": HGRNMixerConfig(num_heads=4, direction="forward"),
+        "mlp": GLUConfig(),
+    },
 }
 
 
@@ -347,3 +352,10 @@ def test_a_state_without_its_mixers_is_refused():
         decoder(TOKENS, state=state._replace(mixers=state.mixers[:1]))
     with pytest.raises(ValueError, match="memory is on meta and tokens on cpu"):
         decoder(TOKENS, MEMORY.to("meta"))
+
+
+def test_lower_bounds_are_learned():
+    decoder = built(dataclasses.replace(CONFIG, **MIXERS["lower bounds"]))
+    logits, _ = decoder(ids(1, 3), torch.randn(1, 5, WIDTH, dtype=torch.float64))
+    logits.square().sum().backward()
+    assert decoder.lower_bounds.logits.grad.abs().sum() > 0

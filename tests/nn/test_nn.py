@@ -172,6 +172,7 @@ def test_delta_cross_attention_reads_the_final_state():
     [
         (LionAttention, {}, "decay='none'"),
         (LightNetAttention, {"causal": True}, "context was given to a causal layer"),
+        (LionAttention, {"decay": "none", "scan": "natural"}, "scan='natural'"),
         (LinearDiffusion, {}, "LightNetAttention"),
     ],
 )

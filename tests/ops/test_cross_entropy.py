@@ -1,5 +1,7 @@
 """The loss of language models in kernels, run by Triton in Python or on a GPU, and its gradient."""
 
+from inspect import unwrap
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,3 +93,13 @@ def test_the_op_is_declared_rightly():
     torch.library.opcheck(torch.ops.onescan.cross_entropy.default, (logits, labels, -100))
     logits.requires_grad_()
     torch.library.opcheck(torch.ops.onescan.cross_entropy.default, (logits, labels, -100))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_wrong_arguments_are_refused(backend):
+    logits, labels = drawn(4, 5, SINGLE)
+    function = unwrap(cross_entropy)  # without shape checks by jaxtyping
+    with pytest.raises(ValueError, match="labels"):
+        function(logits, labels[:2], backend=backend)
+    with pytest.raises(ValueError, match=r"reduction .*'none'"):
+        function(logits, labels, reduction="none", backend=backend)

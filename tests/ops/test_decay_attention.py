@@ -25,6 +25,7 @@ from onescan.ops.decay_attention import (
     tiled,
 )
 from onescan.ops.decay_attention.op import Inputs, Options, cheapest
+from onescan.ops.feature_maps import shifted_silu
 
 B, H, K, V = 2, 3, 4, 5
 KEYS = [key for key in DECAY_ATTENTION.implementations if key.form != "one_scan"]
@@ -1075,3 +1076,8 @@ def test_states_without_decay_have_memory_of_their_own():
     backward = states.backward.kv.clone()
     states.forward.kv.zero_()
     assert torch.equal(states.backward.kv, backward)
+
+
+def test_shifted_silu_of_large_float16_values_has_norm_one():
+    x = torch.full((1, 1, 1, 64), 9000.0, dtype=torch.float16)
+    torch.testing.assert_close(shifted_silu(x), torch.full_like(x, 0.125))

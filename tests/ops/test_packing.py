@@ -1,5 +1,7 @@
 """Packed sequences: one call with cu_seqlens equals one call for each sequence."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -374,3 +376,15 @@ def test_compiles_without_a_graph_break(op):
     ]
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_a_packing_of_an_inference_is_used_in_training():
+    packing = Packing(torch.tensor([0, 3, 7]), batch=1, tokens=7)
+    q, k, v = (randn(1, 7, H, n, seed=n) for n in (K, K, V))
+    for op in (additive_decay, partial(decay_attention, log_decay=None)):
+        with torch.inference_mode():
+            op(q, k, v, cu_seqlens=packing)
+        trained = v.clone().requires_grad_()
+        o, _ = op(q, k, trained, cu_seqlens=packing)
+        o.sum().backward()
+        assert trained.grad.isfinite().all()

@@ -14,6 +14,7 @@ from onescan.checks import check_choice, check_whole
 from onescan.configs import check_types
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
+from onescan.ops.packing import Packing
 from onescan.ops.parallel import scan_group, sequence_group
 from onescan.shapes import Grid, Hidden, Keep
 
@@ -309,6 +310,15 @@ def check_tokens(x: Hidden, grid: Grid, keep: Any) -> None:
         raise ValueError(
             f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}, expected "
             f"{tuple(x.shape[:2])} and torch.bool: True for each real token of x"
+        )
+
+
+def check_packing(cu_seqlens: Packing | None, config: MixerConfig) -> None:
+    """Raise ValueError if packed sequences are given to a mixer that cannot separate them."""
+    if cu_seqlens is not None and "cu_seqlens" not in config.takes:
+        raise ValueError(
+            "cu_seqlens was given to a mixer that cannot separate packed sequences: put each "
+            "sequence into a separate row, with keep for the padding"
         )
 
 

@@ -27,7 +27,7 @@ from onescan.layers.mixers.linear_attention import (
 )
 from onescan.ops.delta_rule import DeltaState, Form, delta_rule, read, write
 from onescan.ops.feature_maps import FEATURE_MAPS, FeatureMapName
-from onescan.ops.numerics import safe_divide
+from onescan.ops.numerics import safe_divide, to_accumulation_dtype
 from onescan.shapes import (
     Grid,
     Hidden,
@@ -192,10 +192,10 @@ class DeltaRuleMixer(LinearAttention):
 
     def normalized(self, x: Keys) -> Keys:
         """Apply the activation of queries and keys, and normalize each vector. Keeps the dtype."""
-        y = self.feature_map(x)
+        (y,) = to_accumulation_dtype(self.feature_map(x))  # squares may overflow float16
         if self.config.qk_norm == "sum":
             y = safe_divide(y, y.sum(dim=-1, keepdim=True))
-        else:  # under autocast, the sum is in float32
+        else:
             y = y * torch.rsqrt(y.square().sum(dim=-1, keepdim=True) + EPS)
         return y.to(x.dtype)
 

@@ -36,6 +36,7 @@ from onescan.ops.lrpe import (
 from onescan.ops.numerics import (
     LOG_ZERO,
     accumulation_dtype,
+    disable_autocast,
     logaddexp,
     logcumsumexp,
     to_accumulation_dtype,
@@ -268,6 +269,8 @@ class LightNetMixer(LinearAttention):
         """Compute the ablation "w/o Decay" of Sec. 6.3, with SiLU instead of the softmax."""
         config, angles, keep = self.config, options.angles, options.keep
         q, k = F.silu(q), F.silu(k)
+        if v.dtype == torch.float16:
+            (v,) = to_accumulation_dtype(v)  # sums may overflow float16
         table = _table(angles, q)
         if table is not None:
             q, k = lrpe(q, table), lrpe(k, table)
@@ -279,8 +282,9 @@ class LightNetMixer(LinearAttention):
             )  # fmt: skip
         if keep is not None:
             k = k * keep[:, :, None, None]
-        (kv,) = sum_over_ranks(torch.einsum("bthf,bthv->bhfv", k, v))
-        return torch.einsum("bthf,bhfv->bthv", q, kv), None
+        with disable_autocast(v):
+            (kv,) = sum_over_ranks(torch.einsum("bthf,bthv->bhfv", k.to(v.dtype), v))
+            return torch.einsum("bthf,bhfv->bthv", q.to(v.dtype), kv), None
 
     def write(
         self, k: Keys, v: Values, decays: Sequence[Any], options: ScanOptions
@@ -323,7 +327,10 @@ class LightNetMixer(LinearAttention):
         """
         parts, *_ = self._projected(x)
         if self.conv is not None:
-            parts = self.conv(parts[0])[0].split(self.qkv_widths, dim=-1)
+            backward = self.config.direction == "backward"
+            u = parts[0].flip(1) if backward else parts[0]
+            u = self.conv(u)[0]
+            parts = (u.flip(1) if backward else u).split(self.qkv_widths, dim=-1)
         k = self._heads(parts[1])
         return k.softmax(dim=1).mean(dim=-1).mT
 

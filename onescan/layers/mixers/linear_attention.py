@@ -20,6 +20,7 @@ from onescan.layers.mixers.contract import (
     Mixer,
     ScanName,
     check_blocks,
+    check_packing,
     check_tokens,
     flipped,
     masked,
@@ -307,11 +308,7 @@ class LinearAttention(Mixer, ABC):
     ) -> tuple[Hidden, LinearAttentionState | None]:
         config = self.config
         check_tokens(x, grid, keep)
-        if cu_seqlens is not None and "cu_seqlens" not in config.takes:
-            raise ValueError(
-                "cu_seqlens was given to a mixer that cannot separate packed sequences: put each "
-                "sequence into a separate row, with keep for the padding"
-            )
+        check_packing(cu_seqlens, config)
         if config.causal_block is not None:
             check_blocks(config.causal_block, grid)
         if state is not None:

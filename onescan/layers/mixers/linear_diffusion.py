@@ -21,6 +21,7 @@ from onescan.layers.mixers.contract import (
     DirectedMixerConfig,
     Direction,
     Mixer,
+    check_packing,
     check_tokens,
     masked,
 )
@@ -323,11 +324,11 @@ class LinearDiffusionMixer(Mixer):
         """
         config = self.config
         check_tokens(x, grid, keep)
+        check_packing(cu_seqlens, config)
         if state is not None:
             self.check_state(state, LinearDiffusionState, causal=config.is_causal)
-        if keep is not None:  # masked tokens may contain NaN
-            x = x.masked_fill(~keep.unsqueeze(-1), 0)
-        embedding = x if embedding is None else embedding
+        x = masked(x, keep)
+        embedding = x if embedding is None else masked(embedding, keep)
         old = new = LinearDiffusionState(None, None) if state is None else state
         parts: list[Tensor] = []
         if config.diffusion:

@@ -280,7 +280,7 @@ class SoftmaxMixer(Mixer):
     def _mask(self, real: Tensor | None, rows: int) -> Tensor | None:
         """Return a mask of the tokens that the last `rows` tokens read, [B, 1, rows, S].
 
-        Masked tokens read themselves, so that no row is empty.
+        Masked tokens read all tokens, or those up to themselves if causal, so that no row is empty.
         """
         if real is None:
             return None
