@@ -165,17 +165,21 @@ class ContinuousBatch:
         their `remaining` is 0.
         """
         sequences = list(self.active)
-        for sequence, logits in zip(sequences, self._logits.unbind(), strict=True):
-            token = sequence.sampling.choose(logits[-1:, : self.vocab_size], sequence.generator)
-            sequence.tokens.append(int(token))
+        chosen = [
+            sequence.sampling.choose(logits[-1:, : self.vocab_size], sequence.generator)
+            for sequence, logits in zip(sequences, self._logits.unbind(), strict=True)
+        ]
+        tokens = torch.cat(chosen).tolist() if chosen else []  # waits for the device once
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
             sequence.remaining -= 1
             if sequence.tokens[-1] == self.end:
                 sequence.remaining = 0
         self._select([i for i, sequence in enumerate(sequences) if sequence.remaining])
         if self.active:
             last = [[sequence.tokens[-1]] for sequence in self.active]
-            tokens = torch.tensor(last, device=self._logits.device)
-            self._logits, self._state = self.model(tokens, self._state)
+            new = torch.tensor(last, device=self._logits.device)
+            self._logits, self._state = self.model(new, self._state)
             self._position += 1
         return sequences
 
