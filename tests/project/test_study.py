@@ -756,3 +756,32 @@ def test_the_page_in_docs_is_up_to_date(tmp_path):
     assert overview == (tmp_path / "results.md").read_text()
     names = {path.name for path in (tmp_path / "images").iterdir()}
     assert names == {path.name for path in (ROOT / "docs" / "images").glob("study_*.svg")}
+
+
+def test_the_readme_counts_the_verdicts():
+    page = (study.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    _, _, claims = page.partition("<!-- claims")
+    claims, _, _ = claims.partition("<!-- end of claims")
+    verdicts = [line.split("|")[-2].strip(" *") for line in claims.splitlines() if "|" in line][2:]
+    words = [
+        "none",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ]
+    counts = [
+        words[verdicts.count(name)] for name in ("confirmed", "refuted", "undecided", "not run yet")
+    ]
+    readme = " ".join((study.ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"tests {len(verdicts)} of their claims with small models" in readme
+    assert "So far, {} are confirmed, {} refuted and {} undecided".format(*counts) in readme
+    assert f"{counts[-1]} have not been run yet" in readme

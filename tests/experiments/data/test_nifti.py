@@ -611,12 +611,12 @@ def test_the_page_on_own_data_trains_and_predicts(tmp_path, monkeypatch, capsys)
     names = {"np": np, "Path": Path, "onescan": onescan_package}
     exec(code, names)  # noqa: S102
     small = ("--model.depth", 1, "--model.width", 48, "--training.epochs", 3)
-    small += ("--data.clip", -200, 500)
+    small += ("--data.clip", -200, 500, "--out", "runs/scans")
     assert onescan("train", "segmenter", "--data.path", "scans", *small) == 0
     assert "20 to 27 x 24 x 16 voxels" in capsys.readouterr().out
-    report = Path("runs/segmenter/report.html").read_text(encoding="utf-8")
+    report = Path("runs/scans/report.html").read_text(encoding="utf-8")
     assert "Slices of a volume are arranged row by row" in report
-    assert onescan("predict", "runs/segmenter/seed-0", "scans/images", "--out", "maps") == 0
+    assert onescan("predict", "runs/scans/seed-0", "scans/images", "--out", "maps") == 0
     (after,) = re.findall(r"^```py\n([^`]*read_volume[^`]*)^```", page, re.M)
     exec(after, names)  # noqa: S102
     classes = nibabel.as_closest_canonical(nibabel.load("maps/0.nii.gz")).dataobj

@@ -383,11 +383,12 @@ def test_the_page_on_own_data_trains_reports_and_predicts(tmp_path, monkeypatch,
     names = {"np": np, "torch": torch, "onescan": onescan}
     exec(write, names)  # noqa: S102
     argv = ["train", "signal_classifier", "--data.path", "ragged.npz", "--training.epochs", "1"]
+    argv += ["--out", "runs/ragged"]
     assert main([*argv, "--model.depth", "1", "--model.width", "16"]) == 0
     assert ", ragged: 8" in capsys.readouterr().out
     exec(apply, names)  # noqa: S102
     assert names["probabilities"].shape == (200, 2)
-    report = Path("runs/signal_classifier/report.html").read_text(encoding="utf-8")
+    report = Path("runs/ragged/report.html").read_text(encoding="utf-8")
     longest = names["lengths"].max()
     assert f"each signal of up to {longest} into up to {-(-longest // 8)} patches of 8" in report
     assert "Not shown: the signals have different sizes." in report
