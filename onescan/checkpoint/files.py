@@ -1,5 +1,6 @@
 """Atomic writes, and JSON with checksums."""
 
+import contextlib
 import json
 import os
 import re
@@ -57,8 +58,9 @@ def finish(path: Path) -> None:
     for written in [partial, *partial.rglob("*")]:
         _sync(written)
     partial.replace(path)
-    for folder in (path.parent, path.parent.parent):  # the parent may be new as well
-        _sync(folder)
+    _sync(path.parent)
+    with contextlib.suppress(PermissionError):  # it may not be readable
+        _sync(path.parent.parent)  # because the parent may be new as well
 
 
 def remove(path: Path) -> None:
@@ -203,7 +205,9 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: _digest(path) for path in sorted(folder.iterdir())}
 
 
-def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: str) -> None:
+def check_digests(
+    folder: Path, files: Mapping[str, Any], remedy: str, *, but: str, links: bool = False
+) -> None:
     """Check that a folder contains exactly the listed files, unchanged.
 
     Args:
@@ -211,6 +215,7 @@ def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: s
         files: Digests by file name, from `digests`.
         remedy: What the error message recommends.
         but: Name of the file that contains the list.
+        links: Accept symbolic links, of which folders downloaded from a hub consist.
 
     Raises:
         ValueError: If a file is missing, changed or not listed; names the file.
@@ -220,7 +225,8 @@ def check_digests(folder: Path, files: Mapping[str, Any], remedy: str, *, but: s
         problem = "is missing" if name in files else "is not in its list of files"
         raise damaged(folder, ValueError(f"{name} {problem}"), remedy)
     for name, digest in files.items():
-        if not is_own_file(folder / name) or _digest(folder / name) != digest:
+        is_allowed = (folder / name).is_file() if links else is_own_file(folder / name)
+        if not is_allowed or _digest(folder / name) != digest:
             mismatch = ValueError("checksum mismatch")
             raise damaged(folder / name, mismatch, remedy)
 

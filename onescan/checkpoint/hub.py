@@ -14,7 +14,7 @@ from onescan.messages import missing_package
 
 # What is read from the hub: configs, weights, tokenizers and model cards, in any folder. Code and
 # pickled files are never downloaded.
-DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "README.md")
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md")
 
 
 def is_hub_name(name: Any) -> bool:

@@ -23,7 +23,6 @@ from onescan.checkpoint.files import (
     damaged,
     digests,
     from_json,
-    is_own_file,
     to_json,
     write_text_atomically,
 )
@@ -418,7 +417,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    highest = max(ids, default=0)
+    lowest, highest = min(ids, default=0), max(ids, default=0)
+    if lowest < 0:
+        raise ValueError(f"token is {lowest}, expected 0 to {tokenizer.size - 1}")
     if highest >= tokenizer.size:
         raise ValueError(
             f"token {highest} is unknown to tokenizer {tokenizer.name!r}, which has "
@@ -481,12 +482,12 @@ class TextFormat(Format):
         if self.tokenizer == BYTES:
             return load_tokenizer(BYTES)
         tokenizer_folder = folder / TOKENIZER
-        if not is_own_file(tokenizer_folder / CHECKSUMS):
+        if not (tokenizer_folder / CHECKSUMS).is_file():
             raise damaged(tokenizer_folder, ValueError(f"it has no {CHECKSUMS}"), REMEDY)
         files = from_json(
             (tokenizer_folder / CHECKSUMS).read_bytes(), tokenizer_folder / CHECKSUMS, REMEDY
         )
-        check_digests(tokenizer_folder, files, REMEDY, but=CHECKSUMS)
+        check_digests(tokenizer_folder, files, REMEDY, but=CHECKSUMS, links=True)
         return load_tokenizer(str(tokenizer_folder))
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
+from tiny_tokenizers import word_tokenizer
 
 import onescan
 from onescan.checkpoint.hub import DOWNLOADED
@@ -17,6 +19,8 @@ from onescan.cli import main
 from onescan.inference.loading import load_language_model, load_pretrained_model
 from onescan.inputs import ArrayFormat, ByteTokenizer, ImageFormat, TextFormat
 from onescan.inputs.targets import Target
+from onescan.inputs.tokenizer import PretrainedTokenizer
+from onescan.models.causal_lm import CausalLMConfig
 
 FORMAT = ImageFormat(channels=3, height=8, width=8, mean=(0.5,) * 3, std=(0.5,) * 3)
 GRAY = ImageFormat(channels=1, height=8, width=8, mean=(0.5,), std=(0.5,))
@@ -70,7 +74,8 @@ def hub(monkeypatch, tmp_path):
         folder = tmp_path / "cache" / name
         ignored = shutil.ignore_patterns("*.py", "*.bin", "*.pkl")
         assert not {"*.py", "*.bin", "*"} & set(allow_patterns)
-        shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder, ignore=ignored, copy_function=os.symlink)  # as hubs do
         return str(folder)
 
     class Api:
@@ -377,3 +382,21 @@ def test_code_and_pickles_are_not_downloaded():
 
     for name in ("model.py", "x/model.py", "pytorch_model.bin", "a.pt", "a.pkl", "a.ckpt", "a.npz"):
         assert not any(fnmatch(name, pattern) for pattern in DOWNLOADED)
+
+
+def test_a_tokenizer_is_read_from_a_hub_whose_files_are_links(hub, tmp_path):
+    words = word_tokenizer(framed=True)
+    words.chat_template = "{{ messages }}"
+    words.save_pretrained(tmp_path / "words")
+    tokenizer = PretrainedTokenizer(str(tmp_path / "words"), words)
+    model = CausalLMConfig(vocab_size=tokenizer.size, width=8, depth=1).build()
+    root, _ = hub
+    model.save_pretrained(root / "user" / "lm", format=TextFormat.of(tokenizer))
+    loaded = onescan.load("user/lm")
+    assert same(loaded.model, model)
+    assert loaded.format.model_input(["the cat"])[0].shape[0] == 1
+
+
+def test_negative_ids_are_refused():
+    with pytest.raises(ValueError, match="token is -100, expected 0 to"):
+        ByteTokenizer().decode([5, -100])

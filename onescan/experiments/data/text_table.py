@@ -123,7 +123,8 @@ class TextTableConfig(DataConfig):
 
     JSON files hold one object per line, or a list of objects. Files may be compressed (.gz). Empty
     lines are left out. In .tsv files, quotation marks are part of the text, except around a whole
-    cell. Labels are read without white space around them, and 1.0 as 1.
+    cell. Labels are read without white space around them, and those that are
+    numbers in JSON and parquet files, such as 1.0, as 1.
     """
 
     path: str

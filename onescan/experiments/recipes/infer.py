@@ -349,7 +349,7 @@ def _infer_masks(
     lines = []
     train, _, _ = data.split()
     training, testing = data.values()
-    if training == {0, WHITE} and "data.binary" not in given:
+    if training == {0, WHITE} and {"data.binary", "data.no_binary"}.isdisjoint(given):
         run = _changed(run, {"data.binary": True}, given)
         lines.append(
             f"masks: {WHITE} is class 1; if it marks pixels without a class, pass "

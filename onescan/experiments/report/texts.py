@@ -74,7 +74,7 @@ def _continuations(task: LanguageModelling, model: CausalLM) -> list[Figure]:
 def _filled_masks(task: MaskedLanguageModelling, model: MaskedLM) -> list[Figure]:
     figures = []
     for row, batch in _rows(task.test):
-        tokens, documents, labels = task.corrupt(batch, seed=0)
+        tokens, documents, labels = task.masked_for_evaluation(batch)
         predicted = model(tokens, documents=documents)[0].argmax(-1)
         masked = labels[0] != IGNORE_INDEX
         filled = predicted.to(tokens.device).where(masked, tokens[0])

@@ -102,9 +102,10 @@ class Segmentation(DenseTask):
         }
         if len(scores) <= MAX_LISTED:
             scores_by_class = zip(self.class_names, scores, strict=True)
-            metrics |= {
+            by_class = {
                 f"{name}_iou": s.iou for name, s in scores_by_class if not math.isnan(s.iou)
             }
+            metrics = metrics | by_class | metrics  # a class may be called "mean"
         return Evaluation(metrics=metrics | {"loss": loss}, arrays=rows)
 
     def score(self, metrics: dict[str, float]) -> float:

@@ -586,3 +586,12 @@ def test_values_are_trained_and_predicted(tmp_path, capsys):
     assert abs(values[..., 0].mean() - 1e6) < 100
     assert onescan("evaluate", out / "seed-0") == 0
     assert "big r2" in capsys.readouterr().out
+
+
+def test_a_class_called_mean_does_not_replace_the_mean(tmp_path):
+    path, scores = save(tmp_path / "a.npz", x=X, y=CLASSES), []
+    for names in (("mean", "b", "c"), ("a", "b", "c")):
+        run = tiny(path, data={"class_names": names})
+        model = run.model.build().eval() if not scores else model
+        scores.append(evaluate(model, run.build_task()).metrics["mean_iou"])
+    assert scores[0] == scores[1]
