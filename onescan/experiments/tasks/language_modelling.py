@@ -124,7 +124,7 @@ class MaskedLanguageModellingConfig(TaskConfig):
     """Number of final blocks whose outputs predict the masked tokens; the loss is their mean. More
     than 1 is LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
     evaluation_batch_size: int = 32
-    """Sequences per evaluation batch; affects memory, not results."""
+    """Sequences per evaluation batch; affects memory, and which tokens are masked in evaluation."""
 
     def build(self, data: TextSplits) -> "MaskedLanguageModelling":
         """Build the task for a text data set.
