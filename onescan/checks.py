@@ -14,7 +14,7 @@ from onescan.messages import named_type, plural, unknown_choice
 
 MAX_MESSAGE = 300  # characters
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"  # of a model or dataset
-INTEGERS = (int, torch.SymInt)  # SymInt during export
+INTEGERS = (Integral, torch.SymInt)  # NumPy's too, and SymInt during export
 # raised by transformers, diffusers and safetensors for damaged folders
 LOAD_ERRORS = (
     OSError,
@@ -115,7 +115,7 @@ def check_whole(least: int, **numbers: Any) -> None:
     >>> check_whole(1, top_k=np.int64(2))
     """
     for name, number in numbers.items():
-        is_whole = isinstance(number, (*INTEGERS, Integral)) and not isinstance(number, bool)
+        is_whole = isinstance(number, INTEGERS) and not isinstance(number, bool)
         if not is_whole or number < least:
             raise ValueError(f"{name} is {number!r}, expected a whole number of at least {least}")
 
@@ -174,13 +174,13 @@ def as_grid_shape(shape: Any, *, name: str = "shape") -> tuple[int, ...]:
     ValueError: shape is (3, 2.5), expected one positive whole number per axis
     """
     sizes: Any = shape if isinstance(shape, list | tuple) else ()
-    whole = all(isinstance(n, (*INTEGERS, Integral)) for n in sizes)
+    whole = all(isinstance(n, INTEGERS) for n in sizes)
     if not (sizes and whole and all(n > 0 for n in sizes)):
         # Name the type of a tensor or array instead of printing its values.
         shown = named_type(shape) if hasattr(shape, "ndim") else repr(shape)
         raise ValueError(f"{name} is {shown}, expected one positive whole number per axis")
     # NumPy's integers become Python's, but SymInt must stay symbolic.
-    converted: list[Any] = [n if isinstance(n, INTEGERS) else int(n) for n in sizes]
+    converted: list[Any] = [n if isinstance(n, torch.SymInt) else int(n) for n in sizes]
     return tuple(converted)
 
 

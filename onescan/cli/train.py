@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,14 +145,15 @@ def _explaining(inferred: Collection[str]) -> Iterator[None]:
 def _given(argv: Argv) -> dict[str, str]:
     """Return the options in arguments as dotted field names, with their first value.
 
-    >>> _given(["--data.path", "shapes", "--model.patch-size=4", "4"])
-    {'data.path': 'shapes', 'model.patch_size': '4'}
+    >>> _given(["--data.path", "shapes", "--model.patch-size=4", "4", "--data.no-binary"])
+    {'data.path': 'shapes', 'model.patch_size': '4', 'data.binary': ''}
     """
     given = {}
     for word, following in zip(argv, [*argv[1:], ""], strict=False):  # argv may be empty
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
-            given[flag[2:].replace("-", "_")] = value if equals else following
+            name = re.sub(r"(^|\.)no_", r"\1", flag[2:].replace("-", "_"))  # a boolean field
+            given[name] = value if equals else following
     return given
 
 

@@ -21,6 +21,7 @@ from onescan.layers.block import Block, init_weights
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig, build_lower_bounds
 from onescan.layers.mixers.linear_diffusion import LinearCrossAttention
 from onescan.layers.position import sinusoidal_positions
+from onescan.layers.stack import lower_bound_of_each
 from onescan.messages import named_type
 from onescan.models.pretrained import Pretrained
 from onescan.ops.decay_attention import DecayState
@@ -188,7 +189,7 @@ class SequenceDecoder(Pretrained, nn.Module):
         positions = torch.arange(state.position, end, device=tokens.device)
         x = self.embedding(tokens)  # B T D
         x = embedding = x + sinusoidal_positions(positions, self.config.width).to(x.dtype)
-        bounds = [None] * len(self.layers) if self.lower_bounds is None else self.lower_bounds()
+        bounds = lower_bound_of_each(self.layers, self.lower_bounds)
         mixers = []
         with without_group():
             layers = zip(self.layers, state.mixers, state.memories, bounds, strict=True)

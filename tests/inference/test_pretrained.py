@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -72,8 +73,12 @@ def hub(monkeypatch, tmp_path):
             response = httpx.Response(404, request=httpx.Request("GET", "https://hub/x"))
             raise RepositoryNotFoundError("404 Client Error", response=response)
         folder = tmp_path / "cache" / name
-        ignored = shutil.ignore_patterns("*.py", "*.bin", "*.pkl")
         assert not {"*.py", "*.bin", "*"} & set(allow_patterns)
+
+        def ignored(place, names):
+            files = [name for name in names if not (Path(place) / name).is_dir()]
+            return [name for name in files if not any(fnmatch(name, p) for p in allow_patterns)]
+
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(source, folder, ignore=ignored, copy_function=os.symlink)  # as hubs do
         return str(folder)

@@ -315,7 +315,7 @@ def _infer_arrays(run: RunConfig, given: Collection[str]) -> tuple[RunConfig, li
     data = run.data
     if not isinstance(data, ArrayDatasetConfig):
         raise ValueError(f"data is {named_type(data)}, expected an ArrayDatasetConfig")
-    fields = {name.removeprefix("data.").removeprefix("no_") for name in given}
+    fields = {name.removeprefix("data.") for name in given}
     data, layout = data.infer_layout(fields)
     run = dataclasses.replace(run, data=data)
     splits = data.build()
@@ -349,7 +349,7 @@ def _infer_masks(
     lines = []
     train, _, _ = data.split()
     training, testing = data.values()
-    if training == {0, WHITE} and {"data.binary", "data.no_binary"}.isdisjoint(given):
+    if training == {0, WHITE} and "data.binary" not in given:
         run = _changed(run, {"data.binary": True}, given)
         lines.append(
             f"masks: {WHITE} is class 1; if it marks pixels without a class, pass "

@@ -182,7 +182,7 @@ def test_the_recipe_reads_masks(tmp_path):
     assert run.data.image_size == run.model.image_size == (8, 12)
     assert "images with one of 2 classes at each position (0, 1), 8 x 12 pixels" in lines[0]
     assert lines[-1].startswith("masks: 255 is class 1; if it marks")
-    options = {"data.path": str(tmp_path), "data.no_binary": ""}
+    options = {"data.path": str(tmp_path), "data.binary": ""}
     with pytest.raises(
         ValueError, match=r"the classes of the masks .* are 0, 255, expected 0 to 1"
     ):
