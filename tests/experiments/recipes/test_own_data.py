@@ -190,7 +190,7 @@ def test_reports_speak_of_signals(tmp_path, capsys):
 def test_flag_of_channels_last_is_kept(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.ones((20, 2, 200)), y=np.arange(20) % 2)
     run = for_path(find_recipe("signal_classifier")(), str(tmp_path / "data.npz"))
-    assert infer(run, {"data.no_channels_first"})[0].model.image_size == (2,)
+    assert infer(run, {"data.channels_first"})[0].model.image_size == (2,)
 
 
 @pytest.mark.parametrize(
