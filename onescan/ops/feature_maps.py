@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from onescan.ops.backend import Backend, resolved_backend
-from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
+from onescan.ops.numerics import disable_autocast
 from onescan.shapes import Queries
 
 FeatureMapName = Literal["identity", "silu", "relu", "elu_plus_one", "sigmoid", "shifted_silu"]
@@ -42,7 +42,7 @@ def shifted_silu(x: Queries, *, backend: Backend = "auto") -> Queries:
 
         return feature_map_launch.shifted_silu(x)
     with disable_autocast(x):
-        (wide,) = to_accumulation_dtype(x)  # squares may overflow float16
+        wide = x.float() if x.dtype == torch.float16 else x  # the norm may overflow float16
         return F.normalize(F.silu(wide) + 0.5, dim=-1).to(x.dtype)
 
 
