@@ -1,6 +1,7 @@
 """Language modeling: predict the next token (causal), or masked tokens."""
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ class MaskedLanguageModellingConfig(TaskConfig):
     """Number of final blocks whose outputs predict the masked tokens; the loss is their mean. More
     than 1 is LDN's objective, arXiv:2502.12381, which refines tokens from block to block."""
     evaluation_batch_size: int = 32
-    """Sequences per evaluation batch; affects memory, and which tokens are masked in evaluation."""
+    """Sequences per evaluation batch; affects memory, not results."""
 
     def build(self, data: TextSplits) -> "MaskedLanguageModelling":
         """Build the task for a text data set.
@@ -162,7 +163,7 @@ class MaskedLanguageModellingConfig(TaskConfig):
 class MaskedLanguageModelling(Task):
     """Predict masked tokens from the tokens around them in the same document.
 
-    Each training batch is masked anew; test text always has the same masks.
+    Each training batch is masked anew; a row of test text always has the same masks.
     """
 
     unit = "rows"
@@ -190,9 +191,18 @@ class MaskedLanguageModelling(Task):
         return self._mask(batch, seed, self.config.mask_rate, rows)
 
     def masked_for_evaluation(self, batch: Batch) -> Batch:
-        """Mask tokens for evaluation, at its own rate and with the same masks at every call."""
+        """Mask tokens for evaluation, at its own rate.
+
+        Masks of a row depend on its tokens alone, not on the other rows of the batch.
+        """
         rate = self.config.evaluation_mask_rate
-        return self._mask(batch, 0, self.config.mask_rate if rate is None else rate)
+        rate = self.config.mask_rate if rate is None else rate
+        masked = []
+        for tokens, documents in zip(*batch, strict=True):
+            seed = zlib.crc32(tokens.long().numpy().tobytes())
+            masked.append(self._mask((tokens[None], documents[None]), seed, rate))
+        tokens, documents, labels = (torch.cat(x) for x in zip(*masked, strict=True))
+        return tokens, documents, labels
 
     def _mask(self, batch: Batch, seed: int, rate: float, rows: Share = WHOLE) -> Batch:
         tokens, documents = batch

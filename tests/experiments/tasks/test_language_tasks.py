@@ -216,6 +216,17 @@ def test_masks_do_not_depend_on_the_number_of_processes(build_task, whole_word):
         assert all(map(torch.equal, own, (rows.cut(x, axis=0) for x in whole)))
 
 
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_masks_of_a_test_row_do_not_depend_on_other_rows(build_task, whole_word):
+    config = MaskedLanguageModellingConfig(mask_rate=0.5, whole_word_mask=whole_word)
+    task, tokens = build_task(config), torch.randint(256, (6, 50))
+    batch = tokens, torch.arange(50).expand(6, 50) // 20
+    whole = task.masked_for_evaluation(batch)
+    parts = [task.masked_for_evaluation(tuple(x[i : i + 4] for x in batch)) for i in (0, 4)]
+    assert all(map(torch.equal, whole, map(torch.cat, zip(*parts, strict=True))))
+    assert not torch.equal(*(row == 257 for row in whole[0][:2]))
+
+
 def test_neither_ends_nor_padding_are_masked(build_task):
     task = build_task(MaskedLanguageModellingConfig(mask_rate=1.0))
     tokens, documents = packed()
