@@ -291,7 +291,9 @@ def commands(page):
     return re.findall(r"python\s+benchmarks/(\w+)\.py([^`#\n]*)", text)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/gpu.md", "docs/results.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/performance.md", "docs/gpu.md", "docs/results.md"]
+)
 def test_commands_of_pages_parse(page):
     others = ("gpu", "gpu_counts", "launch_overhead", "study")  # have parsers or tests of their own
     found = [command for command in commands(page) if command[0] not in others]
