@@ -32,7 +32,7 @@ NUMBERS = {
         (r"^accuracy before: (\S+)", 0.3, 0.7),
         (r"^accuracy after: (\S+)", 0.85, 1),
     ],
-    "migrate": [
+    "replace_attention": [
         (r"^accuracy with softmax attention: (\S+)", 0.8, 1),
         (r"^accuracy after the replacement: (\S+)", 0, 0.85),
         (r"^accuracy after fine-tuning: (\S+)", 0.8, 1),
@@ -56,7 +56,7 @@ SENTENCES = {
     "distributed": ["same weights to the last bit: True", "same losses: True"],
     "generate": ["same text: True"],
     "long_sequences": ["rank 0: logits and gradients equal those of whole images"],
-    "migrate": ["same accuracy: True"],
+    "replace_attention": ["same accuracy: True"],
     "sample": ["same images: True"],
 }
 LIMIT = 600  # seconds; a tutorial computes for less than one minute, but the machine may be busy
