@@ -6,11 +6,11 @@ import math
 import random
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from html_page import Page
+from pages import python_block
 from PIL import Image, ImageDraw
 from tiny_images import write_parquet
 from tiny_tokenizers import WORDS, word_tokenizer
@@ -30,7 +30,6 @@ from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 from onescan.zoo import path as zoo_path
 
-ROOT = Path(__file__).parents[3]
 SHAPES = ("circle", "square", "triangle")
 
 
@@ -301,9 +300,7 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
         lines.append(",".join([name, *(str(sign * i + number / 30) for i in range(8))]))
     (tmp_path / "signals.csv").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "howto" / "own_data.md").read_text()
-    (code,) = (x for x in re.findall(r"^```py\n(.*?)^```", page, re.M | re.S) if "signals.csv" in x)
-    exec(code, {})  # noqa: S102
+    exec(python_block("own_arrays.md", "signals.csv"), {})  # noqa: S102
     small = ("--model.width", 16, "--model.depth", 1, "--training.epochs", 10)
     assert onescan("train", "signal_classifier", "--data.path", "data.npz", *small) == 0
     assert "in 2 classes (down, up), 8 values, 1 channel" in capsys.readouterr().out
