@@ -79,7 +79,7 @@ def link_from_included_file(app, relative, parent, source):
 def escape_unpacking(app, kind, name, thing, options, lines):
     """Escape the stars of shapes such as [B, C, *shape], which would start emphasis."""
     del app, kind, name, thing, options
-    lines[:] = [re.sub(r"(?<=[ \[(])\*(?=\w+[\],)])", r"\\*", line) for line in lines]
+    lines[:] = [re.sub(r"(?:^|(?<=[ \[(]))\*(?=\w+[\],)])", r"\\*", line) for line in lines]
 
 
 def setup(app):
