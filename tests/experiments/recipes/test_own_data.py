@@ -310,6 +310,23 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
     assert re.findall(r"new.npy\[\d\]: (\w+)", capsys.readouterr().out) == ["up", "down"]
 
 
+@pytest.mark.parametrize(
+    ("page", "name", "path", "line"),
+    [
+        ("own_arrays.md", "regressor", "values.npz", "test signals with 2 values each"),
+        ("own_arrays.md", "signal_classifier", "labels.npz", "test signals with 2 labels each"),
+        ("own_series.md", "forecaster", "sales.csv", "data: 2 series, "),
+    ],
+)
+def test_examples_of_the_guides_are_read(page, name, path, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(python_block(page, path), {})  # noqa: S102
+    recipe, given = find_recipe(name), {"data.path": path}
+    run = recipe.adapt(recipe(), given) if recipe.adapt else recipe()
+    _, lines = recipe.infer(replace(run, given), given)
+    assert line in lines[0]
+
+
 def test_labels_with_gaps_are_warned_of(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.ones((30, 40)), y=np.arange(30) % 3 * 2)
     _, lines = inferred("signal_classifier", tmp_path / "data.npz")
