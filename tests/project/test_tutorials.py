@@ -107,6 +107,25 @@ def test_a_tutorial_is_a_notebook(path):
     compile(script_of(page), path, "exec")
 
 
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_and_the_index_state_extras_and_time(path):
+    needs, time = re.search(
+        r"^You need (.*)\. The code runs in (.*) on two CPU cores\.$",
+        path.read_text(),
+        re.MULTILINE,
+    ).groups()
+    row = rf"^\| \[.*\]\({path.stem}\.md\) \| .* \| (.*) \| (.*) \|$"
+    extras, minutes = re.search(row, INDEX.read_text(), re.MULTILINE).groups()
+    listed = ",".join(re.findall(r"`(\w+)`", extras))
+    assert needs == (f"`pip install 'onescan[{listed}]'`" if listed else "no extras")
+    times = {
+        "< 1 min": "less than a minute",
+        "1 min": "about a minute",
+        "2 min": "about two minutes",
+    }
+    assert time == times[minutes]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(path, tmp_path):
