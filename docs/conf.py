@@ -4,6 +4,8 @@ import os
 import re
 from importlib.util import find_spec
 
+from sphinx.ext.napoleon import GoogleDocstring
+
 import onescan
 
 project = "onescan"
@@ -79,10 +81,25 @@ def link_from_included_file(app, relative, parent, source):
 def escape_unpacking(app, kind, name, thing, options, lines):
     """Escape the stars of shapes such as [B, C, *shape], which would start emphasis."""
     del app, kind, name, thing, options
-    lines[:] = [re.sub(r"(?<=[ \[(])\*(?=\w+[\],)])", r"\\*", line) for line in lines]
+    lines[:] = [re.sub(r"(?:^|(?<=[ \[(]))\*(?=\w+[\],)])", r"\\*", line) for line in lines]
+
+
+def consume_attribute(docstring):
+    """Read the docstring of an attribute as sentences: what is before a colon is not a type."""
+    lines = docstring._dedent(docstring._consume_to_end())
+    return "", GoogleDocstring(lines, docstring._config).lines()
+
+
+def consume_returns(docstring, preprocess_types=False):
+    """Read what a function returns in the same way."""
+    del preprocess_types
+    lines = docstring._dedent(docstring._consume_to_next_section())
+    return [("", "", GoogleDocstring(lines, docstring._config).lines())] if lines else []
 
 
 def setup(app):
+    GoogleDocstring._consume_inline_attribute = consume_attribute
+    GoogleDocstring._consume_returns_section = consume_returns
     # It only copies files after the build, but does not declare that this is safe.
     app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
     app.connect("autodoc-process-docstring", escape_unpacking)

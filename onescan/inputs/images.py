@@ -223,7 +223,7 @@ class ImageFormat(GridFormat):
         )
 
     def model_input(self, values: AnyGrid | AnyArray | Image.Image) -> AnyGrid:
-        """Standardize pixels as `GridFormat` does, or convert a PIL image with `from_pil`."""
+        """Standardize pixels (floats from 0 to 1, or bytes) or, with `from_pil`, a PIL image."""
         return (
             self.from_pil(values)
             if isinstance(values, Image.Image)

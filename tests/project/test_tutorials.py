@@ -32,7 +32,7 @@ NUMBERS = {
         (r"^accuracy before: (\S+)", 0.3, 0.7),
         (r"^accuracy after: (\S+)", 0.85, 1),
     ],
-    "migrate": [
+    "replace_attention": [
         (r"^accuracy with softmax attention: (\S+)", 0.8, 1),
         (r"^accuracy after the replacement: (\S+)", 0, 0.85),
         (r"^accuracy after fine-tuning: (\S+)", 0.8, 1),
@@ -56,7 +56,7 @@ SENTENCES = {
     "distributed": ["same weights to the last bit: True", "same losses: True"],
     "generate": ["same text: True"],
     "long_sequences": ["rank 0: logits and gradients equal those of whole images"],
-    "migrate": ["same accuracy: True"],
+    "replace_attention": ["same accuracy: True"],
     "sample": ["same images: True"],
 }
 LIMIT = 600  # seconds; a tutorial computes for less than one minute, but the machine may be busy
@@ -105,6 +105,25 @@ def test_a_tutorial_is_a_notebook(path):
     page = path.read_text()
     assert page.startswith(FRONT_MATTER)
     compile(script_of(page), path, "exec")
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_and_the_index_state_extras_and_time(path):
+    needs, time = re.search(
+        r"^You need (.*)\. The code runs in (.*) on two CPU cores\.$",
+        path.read_text(),
+        re.MULTILINE,
+    ).groups()
+    row = rf"^\| \[.*\]\({path.stem}\.md\) \| .* \| (.*) \| (.*) \|$"
+    extras, minutes = re.search(row, INDEX.read_text(), re.MULTILINE).groups()
+    listed = ",".join(re.findall(r"`(\w+)`", extras))
+    assert needs == (f"`pip install 'onescan[{listed}]'`" if listed else "no extras")
+    times = {
+        "< 1 min": "less than a minute",
+        "1 min": "about a minute",
+        "2 min": "about two minutes",
+    }
+    assert time == times[minutes]
 
 
 @pytest.mark.slow

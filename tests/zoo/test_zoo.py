@@ -1,7 +1,9 @@
 """Weights in the package: their digests, loading by name, the measured accuracy, and shipping."""
 
 import dataclasses
+import re
 import shutil
+from pathlib import Path
 
 import add_to_zoo
 import pytest
@@ -107,6 +109,21 @@ def test_damage_is_noticed(file, model_zoo, tmp_path):
 def test_accuracy_is_the_one_on_the_card(name):
     measured = checked_metrics(onescan.load(f"zoo/{name}"))
     assert measured == pytest.approx(zoo.card(name).metrics, abs=1e-4)
+
+
+def test_the_page_on_trained_weights_lists_every_model():
+    page = Path(__file__).parents[2] / "docs" / "howto" / "trained_weights.md"
+    rows = re.findall(
+        r"^\| `zoo/(\w+)` \|.*\| ([\d,]+) \| ([\d.]+) MB \|.*\| (.*) \|$", page.read_text(), re.M
+    )
+    assert sorted(row[0] for row in rows) == zoo.names()
+    for name, parameters, size, scores in rows:
+        card = zoo.card(name)
+        assert parameters == f"{card.parameters:,}"
+        assert size == f"{(zoo.path(name) / WEIGHTS).stat().st_size / 1e6:.1f}"
+        for metric, value in re.findall(r"(loss|accuracy) ([\d.]+%?)", scores):
+            measured = card.metrics[metric]
+            assert value == (f"{measured:.1%}" if "%" in value else f"{measured:.3f}")
 
 
 def test_unknown_names_list_the_known_ones(model_zoo):

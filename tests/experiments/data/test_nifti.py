@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from nibabel.orientations import apply_orientation, axcodes2ornt, inv_ornt_aff, ornt_transform
+from pages import python_block
 from tiny_run import assert_same, interrupt, tiny_run
 from torch.nn.functional import interpolate
 
-import onescan as onescan_package
 from onescan import configs
 from onescan.cli import main
 from onescan.experiments.data import Example, NiftiFolderConfig
@@ -604,12 +604,10 @@ def test_predict_takes_folders_and_refuses_other_files(folder, tmp_path, capsys)
 
 @pytest.mark.slow
 def test_the_page_on_own_data_trains_and_predicts(tmp_path, monkeypatch, capsys):
-    root = Path(__file__).parents[3]
-    page = (root / "docs" / "howto" / "own_data.md").read_text()
-    (code,) = re.findall(r"^```py\n([^`]*nibabel\.save[^`]*)^```", page, re.M)
+    write, apply = (python_block("own_maps.md", word) for word in ("nibabel.save", "read_volume"))
     monkeypatch.chdir(tmp_path)
-    names = {"np": np, "Path": Path, "onescan": onescan_package}
-    exec(code, names)  # noqa: S102
+    names = {}
+    exec(write, names)  # noqa: S102
     small = ("--model.depth", 1, "--model.width", 48, "--training.epochs", 3)
     small += ("--data.clip", -200, 500, "--out", "runs/scans")
     assert onescan("train", "segmenter", "--data.path", "scans", *small) == 0
@@ -617,8 +615,7 @@ def test_the_page_on_own_data_trains_and_predicts(tmp_path, monkeypatch, capsys)
     report = Path("runs/scans/report.html").read_text(encoding="utf-8")
     assert "Slices of a volume are arranged row by row" in report
     assert onescan("predict", "runs/scans/seed-0", "scans/images", "--out", "maps") == 0
-    (after,) = re.findall(r"^```py\n([^`]*read_volume[^`]*)^```", page, re.M)
-    exec(after, names)  # noqa: S102
+    exec(apply, names)  # noqa: S102
     classes = nibabel.as_closest_canonical(nibabel.load("maps/0.nii.gz")).dataobj
     assert np.array_equal(names["probabilities"].argmax(0), classes)
     assert names["inputs"].shape == (1, 20, 24, 16)

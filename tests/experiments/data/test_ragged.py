@@ -11,7 +11,6 @@ import torch
 from pages import python_block
 from tiny_run import assert_same, tiny_run
 
-import onescan
 from onescan import configs
 from onescan.cli import main
 from onescan.experiments.data import AffineConfig, ArrayDatasetConfig, Example, MixConfig
@@ -378,9 +377,9 @@ def test_settings_are_inferred_and_the_range_of_sizes_is_printed(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_on_own_data_trains_reports_and_predicts(tmp_path, monkeypatch, capsys):
-    write, apply = (python_block("own_data.md", word) for word in ("ragged.npz", "pad_images"))
+    write, apply = (python_block("own_arrays.md", word) for word in ("ragged.npz", "pad_images"))
     monkeypatch.chdir(tmp_path)
-    names = {"np": np, "torch": torch, "onescan": onescan}
+    names = {}
     exec(write, names)  # noqa: S102
     argv = ["train", "signal_classifier", "--data.path", "ragged.npz", "--training.epochs", "1"]
     argv += ["--out", "runs/ragged"]

@@ -6,11 +6,11 @@ import math
 import random
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from html_page import Page
+from pages import python_block
 from PIL import Image, ImageDraw
 from tiny_images import write_parquet
 from tiny_tokenizers import WORDS, word_tokenizer
@@ -30,7 +30,6 @@ from onescan.experiments.tasks import ImageClassificationConfig
 from onescan.experiments.training.folder import read_manifest
 from onescan.zoo import path as zoo_path
 
-ROOT = Path(__file__).parents[3]
 SHAPES = ("circle", "square", "triangle")
 
 
@@ -301,9 +300,7 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
         lines.append(",".join([name, *(str(sign * i + number / 30) for i in range(8))]))
     (tmp_path / "signals.csv").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "howto" / "own_data.md").read_text()
-    (code,) = (x for x in re.findall(r"^```py\n(.*?)^```", page, re.M | re.S) if "signals.csv" in x)
-    exec(code, {})  # noqa: S102
+    exec(python_block("own_arrays.md", "signals.csv"), {})  # noqa: S102
     small = ("--model.width", 16, "--model.depth", 1, "--training.epochs", 10)
     assert onescan("train", "signal_classifier", "--data.path", "data.npz", *small) == 0
     assert "in 2 classes (down, up), 8 values, 1 channel" in capsys.readouterr().out
@@ -311,6 +308,23 @@ def test_signals_in_a_table_are_converted_as_documented(tmp_path, monkeypatch, c
     run = "runs/signal_classifier/seed-0"
     assert onescan("predict", run, "new.npy", "--top-k", 1) == 0
     assert re.findall(r"new.npy\[\d\]: (\w+)", capsys.readouterr().out) == ["up", "down"]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "path", "line"),
+    [
+        ("own_arrays.md", "regressor", "values.npz", "test signals with 2 values each"),
+        ("own_arrays.md", "signal_classifier", "labels.npz", "test signals with 2 labels each"),
+        ("own_series.md", "forecaster", "sales.csv", "data: 2 series, "),
+    ],
+)
+def test_examples_of_the_guides_are_read(page, name, path, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(python_block(page, path), {})  # noqa: S102
+    recipe, given = find_recipe(name), {"data.path": path}
+    run = recipe.adapt(recipe(), given) if recipe.adapt else recipe()
+    _, lines = recipe.infer(replace(run, given), given)
+    assert line in lines[0]
 
 
 def test_labels_with_gaps_are_warned_of(tmp_path):

@@ -19,7 +19,6 @@ from onescan.experiments.data.text.files import read_rows
 from onescan.experiments.data.text_table import LabeledText, _class_names
 from onescan.experiments.recipes import find_recipe
 from onescan.experiments.recipes.infer import for_path, infer, infer_vocabulary
-from onescan.inference import loading
 from onescan.inference.classification import classify_texts
 from onescan.inputs import PairFormat, TextFormat, load_tokenizer
 
@@ -473,8 +472,8 @@ def test_texts_are_classified_from_python(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "texts").mkdir(parents=True)
     (tmp_path / "runs" / "texts" / "seed-0").symlink_to(run)
     monkeypatch.chdir(tmp_path)
-    names = {"torch": torch, "onescan": loading}
-    exec(python_block("own_data.md", "the soup was good"), names)  # noqa: S102
+    names = {}
+    exec(python_block("own_text.md", "the soup was good"), names)  # noqa: S102
     assert capsys.readouterr().out == "['food', 'weather']\n"
     trained, texts = names["trained"], ["the soup was good", "the rain was cold"]
     want = classify_texts(trained.model, texts, trained.format.open(run))

@@ -508,7 +508,7 @@ def test_recipes_adapt_to_maps(tmp_path, name):
 
 def test_the_example_of_own_data_is_read_as_documented(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(python_block("own_data.md", "balls.npz"), {"np": np})  # noqa: S102
+    exec(python_block("own_maps.md", "balls.npz"), {})  # noqa: S102
     options = {"data.path": "balls.npz", "data.ignore_index": "255"}
     run = adapt(find_recipe("segmenter")(), options)
     run, lines = infer(configs.replace(run, {"data.ignore_index": 255}), options)
