@@ -736,7 +736,7 @@ def _open(path: str) -> dict[str, _OpenArray]:
     if source.suffix != ".npz":
         raise ValueError(
             f"data.path is {path!r}, expected a .npz file or a folder of .npy files; "
-            "docs/howto/own_data.md shows how to convert CSV files"
+            "docs/howto/own_arrays.md shows how to convert CSV files"
         )
     try:
         with zipfile.ZipFile(source) as archive:

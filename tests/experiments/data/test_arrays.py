@@ -282,7 +282,7 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "a.npy").touch()
     for name, message in (
         ("nowhere", "no such file"),
-        ("a.npy", r"expected a \.npz file or a .*own_data\.md shows how to convert CSV files"),
+        ("a.npy", r"expected a \.npz file or a .*own_arrays\.md shows how to convert CSV files"),
     ):
         with pytest.raises(ValueError, match=rf"data\.path is .*{name}.*{message}"):
             build(str(tmp_path / name))
