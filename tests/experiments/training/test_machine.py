@@ -12,6 +12,8 @@ from itertools import islice
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_denoiser import TINY
+from tiny_images import write_folders
 from tiny_run import (
     StripesConfig,
     TinyModelConfig,
@@ -24,15 +26,30 @@ from two_processes import lightnet_run
 
 from onescan import configs
 from onescan.cli import main
-from onescan.experiments.data import Example, ImageTensors, LoadedBatch
-from onescan.experiments.tasks import BatchPlan, ImageClassification
+from onescan.experiments.data import (
+    Example,
+    ImageDatasetConfig,
+    ImageTensors,
+    LoadedBatch,
+    PixelImageConfig,
+)
+from onescan.experiments.tasks import (
+    BatchPlan,
+    ImageClassification,
+    ImageClassificationConfig,
+    ImageGenerationConfig,
+    SequenceClassificationConfig,
+)
 from onescan.experiments.training import MachineConfig, data, evaluate, loop, read_metrics, train
 from onescan.experiments.training.data import Loader
 from onescan.experiments.training.folder import read_manifest
 from onescan.experiments.training.optim import EMA, build_scaler, underflowed
 from onescan.experiments.training.state import TrainingState
 from onescan.inference.loading import load
+from onescan.layers.basic import GLUConfig
+from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer
+from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.ops.backend import preferred_backend
 
 
@@ -422,6 +439,40 @@ def test_unreadable_test_examples_are_counted(tmp_path, monkeypatch):
     assert len(result.evaluation.arrays["labels"]) == 33 - 5
     assert read_metrics(tmp_path)[-1]["unreadable"] == 5
     assert set(result.metrics) == {"accuracy", "loss"}
+
+
+BYTES = {"vocab_size": 257, "width": 8, "depth": 1, "position": None, "mlp": GLUConfig()}
+IMAGE_TASKS = {
+    "classes": (ImageDatasetConfig, ImageClassificationConfig, TinyModelConfig(num_classes=2)),
+    "noise": (ImageDatasetConfig, ImageGenerationConfig, configs.replace(TINY, {"num_classes": 2})),
+    "pixels": (
+        PixelImageConfig,
+        SequenceClassificationConfig,
+        SequenceClassifierConfig(mixer=LightNetMixerConfig(num_heads=2), num_classes=2, **BYTES),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_TASKS)
+def test_no_image_of_an_evaluation_batch_may_be_readable(tmp_path, name):
+    data, task, model = IMAGE_TASKS[name]
+    path = write_folders(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", count=2)
+    for image in ("0.png", "1.png"):
+        (tmp_path / "test" / "cat" / image).write_bytes(b"no image")
+    gray = {"channels": 1, "mean": (0.5,), "std": (0.5,)} if data is ImageDatasetConfig else {}
+    splits = data(path=path, image_size=(4, 4), on_error="skip", **gray).build()
+    torch.manual_seed(0)
+    model = model.build().eval()
+    found, expected = (
+        evaluate(model, task(evaluation_batch_size=size).build(splits)) for size in (2, 4)
+    )
+    assert found.left_out == expected.left_out == 2
+    assert found.metrics == pytest.approx(expected.metrics)
+    assert found.metrics["loss"] > 0
+    for image in ("0.png", "1.png"):
+        (tmp_path / "test" / "dog" / image).write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of the 4 held-out (images|sequences) can be read"):
+        evaluate(model, task(evaluation_batch_size=2).build(splits))
 
 
 def test_errors_of_workers_are_raised_in_one_sentence(tmp_path, monkeypatch):
