@@ -254,6 +254,31 @@ def test_weights_as_trained_are_reported_beside_the_ema(tmp_path, monkeypatch):
     assert train(run, tmp_path / "both").reused  # instead of training from scratch
 
 
+@pytest.mark.parametrize("reported", ["raw", "ema"])
+def test_a_class_may_be_called_ema(tmp_path, monkeypatch, reported):
+    evaluated = ImageClassification.evaluate
+
+    def with_classes(self, rows):
+        evaluation = evaluated(self, rows)
+        loss = evaluation.metrics["loss"]
+        by_class = {"ema_iou": loss / 2, "ema_cat_iou": loss / 3, "ema_loss": loss / 4}
+        return dataclasses.replace(evaluation, metrics=evaluation.metrics | by_class)
+
+    monkeypatch.setattr(ImageClassification, "evaluate", with_classes)
+    run = tiny_run(ema_decay=0.99, reported_weights=reported)
+    result = train(run, tmp_path)
+    assert train(run, tmp_path).reused
+    task = tiny_run().task.build(StripesConfig().build())
+    checkpoint = load(tmp_path)
+    assert checkpoint.metrics == evaluate(checkpoint.model, task).metrics
+    assert checkpoint.metrics.items() <= result.metrics.items()
+    if reported == "raw":
+        average = load(tmp_path / "ema.safetensors")
+        expected = evaluate(average.model, task).metrics
+        del expected["loss"]  # whose name is that of the loss of the class
+        assert average.metrics == expected
+
+
 def test_weights_as_trained_are_not_reported_beside_no_ema():
     with pytest.raises(ValueError, match=r"is raw, which requires training\.ema_decay"):
         tiny_run(reported_weights="raw")
