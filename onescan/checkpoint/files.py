@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -167,12 +168,43 @@ def is_number(value: object) -> bool:
     return is_whole or isinstance(value, float)
 
 
+def numbers(data: object) -> dict[str, Any] | None:
+    """Return the numbers of a JSON object, with NaN for null; None if it holds anything else.
+
+    >>> numbers({"loss": None, "accuracy": 0.5}), numbers({"loss": "low"})
+    ({'loss': nan, 'accuracy': 0.5}, None)
+    """
+    if not isinstance(data, dict):
+        return None
+    values = {name: math.nan if value is None else value for name, value in data.items()}
+    return values if all(map(is_number, values.values())) else None
+
+
+def finite(data: Any) -> Any:
+    """Return JSON types with None for numbers that are not finite, which JSON cannot represent.
+
+    >>> finite({"losses": [0.5, float("nan")]})
+    {'losses': [0.5, None]}
+    """
+    if isinstance(data, Mapping):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
     r"""Serialize a JSON object, and append a checksum as its last entry.
+
+    Numbers that are not finite become null.
 
     >>> to_json({"steps": 3})
     '{"steps": 3, "checksum": "6f35973e41fd89bc"}\n'
     """
+    return _with_checksum(finite(data), indent)
+
+
+def _with_checksum(data: Mapping[str, Any], indent: int | None) -> str:
     content = json.dumps(data, indent=indent)
     checksum = sha256(content.encode()).hexdigest()[:16]
     return json.dumps({**data, CHECKSUM: checksum}, indent=indent) + "\n"
@@ -191,11 +223,14 @@ def from_json(content: bytes, source: Path | str, remedy: str, *, indent: int | 
 
 
 def matches(data: dict[str, Any], content: bytes, *, indent: int | None = None) -> bool:
-    """Return whether `content` equals the output of `to_json`; removes the checksum from `data`."""
+    """Return whether `content` equals the output of `to_json`; removes the checksum from `data`.
+
+    NaN and infinity, which versions before 0.27 wrote, are accepted.
+    """
     if data.pop(CHECKSUM, None) is None:
         return False
     try:
-        return to_json(data, indent=indent).encode() == content
+        return _with_checksum(data, indent).encode() == content
     except RecursionError:
         return False
 

@@ -296,9 +296,11 @@ def _write(out: str | None, rows: Sequence[dict[str, object]], noun: str) -> Non
 
 def _write_rows(file: Path, suffix: str, rows: Sequence[dict[str, object]]) -> None:
     """Write one or more rows with the same columns as .csv or .json, according to the suffix."""
+    from onescan.checkpoint.files import finite
+
     with file.open("w", encoding="utf-8", newline="") as stream:
         if suffix == ".json":
-            json.dump(rows, stream, indent=1, ensure_ascii=False)
+            json.dump(finite(rows), stream, indent=1, ensure_ascii=False)
             return
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()

@@ -4,7 +4,6 @@ Data, loss, metrics and evaluation are those of onescan's own tasks. Adapters gi
 model the interface of a native model, which these tasks expect.
 """
 
-import json
 import math
 import os
 import re
@@ -19,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from onescan.checkpoint.files import write_atomically, write_text_atomically
+from onescan.checkpoint.files import write_atomically
 from onescan.checkpoint.hub import find_folder
 from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, check_whole, in_a_line
@@ -38,6 +37,7 @@ from onescan.experiments.tasks import (
 )
 from onescan.experiments.training.data import Loader, choose_workers
 from onescan.experiments.training.evaluation import evaluate
+from onescan.experiments.training.folder import write_json
 from onescan.experiments.training.linearize import Linearized, Report, linearize
 from onescan.experiments.training.processed_images import image_format, open_images, pair
 from onescan.inference.loading import is_run
@@ -207,7 +207,7 @@ def _save(
             name: losses[-1:] for name, losses in outcome.linearized.transfer_losses.items()
         },
     }
-    write_text_atomically(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    write_json(folder / RESULTS, results)
 
 
 def _load(source: str) -> tuple[Any, Any]:
