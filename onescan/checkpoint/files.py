@@ -108,6 +108,29 @@ def check_regular(path: Path, *, folder: bool = False) -> None:
         raise ValueError(f"{path} exists but is not a {kind}")
 
 
+def check_writable(name: str, path: Path, *, folder: bool = False) -> None:
+    """Check before any work that a file, or files in a folder, can be written to a path.
+
+    Args:
+        name: Name of the path, for the error message.
+        path: The path.
+        folder: Whether the path is that of a folder.
+
+    Raises:
+        ValueError: If it is a folder instead of a file or vice versa, or if nothing can be written
+            to the folder that holds it or will hold it.
+    """
+    if path.exists() and path.is_dir() != folder:
+        kinds = ("a file", "a folder") if folder else ("a folder", "a file")
+        raise ValueError(f"{name} is '{path}', which is {kinds[0]}, expected {kinds[1]}")
+    parents = (path, *path.parents) if folder else path.parents
+    parent = next(each for each in parents if each.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{name} is '{path}', but {parent} is not a folder")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"{name} is '{path}', but nothing can be written to {parent}")
+
+
 def partial_of(path: Path) -> Path:
     """Return the temporary path of an unfinished write, in the same folder as `path`."""
     return path.with_name(path.name + PARTIAL)

@@ -13,7 +13,6 @@ from onescan.cli.options import (
     Compute,
     Device,
     Imports,
-    check_out,
     echo,
     import_files,
     parse,
@@ -81,11 +80,12 @@ def embed(argv: Argv) -> None:
         raise ValueError(f"out is {options.out!r}, expected a name ending in {VECTOR_FILE}")
     if any(out.absolute() == Path(path).absolute() for path in options.inputs):
         raise ValueError(f"out is {options.out!r}, which is also an input; choose another name")
-    check_out(out)
+    from onescan.checkpoint.files import check_writable, write_atomically
+
+    check_writable("out", out)
     import numpy as np
     import torch
 
-    from onescan.checkpoint.files import write_atomically
     from onescan.checks import check_whole
     from onescan.experiments.training.distributed import Ranks, choose_device
     from onescan.inference.embedding import choose_pooling, model_of, text_encoder

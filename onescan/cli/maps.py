@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onescan.checkpoint.files import write_atomically
-from onescan.cli.options import check_out, echo
+from onescan.checkpoint.files import check_writable, write_atomically
+from onescan.cli.options import echo
 from onescan.cli.readers import Sizes, images_at
 from onescan.messages import plural, printable
 
@@ -56,7 +56,7 @@ def _check_out(
     if of_arrays and out.suffix not in ARRAY_FILES:
         raise ValueError(f"out is '{out}', expected a name ending in .npz or .npy")
     if of_arrays:
-        check_out(out)
+        check_writable("out", out)
     if of_arrays and len(inputs) > 1:
         raise ValueError(f"out is '{out}', but inputs has {len(inputs)} files, expected one")
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
@@ -66,12 +66,7 @@ def _check_out(
             f"out is '{out}', but predicted values cannot be saved as .png files; leave out --out"
         )
     if not of_arrays:
-        _check_folder(out, ".png")
-
-
-def _check_folder(out: Path, suffix: str) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder for {suffix} files")
+        check_writable("out", out, folder=True)
 
 
 def _predict_arrays(
@@ -148,7 +143,7 @@ def _predict_volumes(
     from onescan.inputs.volumes import open_volume, volume_bytes, volume_stem
 
     if out is not None:
-        _check_folder(out, ".nii.gz")
+        check_writable("out", out, folder=True)
 
     def predict(file: Path) -> tuple[str, Write]:
         volume = open_volume(file)

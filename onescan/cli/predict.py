@@ -19,7 +19,6 @@ from onescan.cli.options import (
     Compute,
     Device,
     Imports,
-    check_out,
     echo,
     import_files,
     parse,
@@ -167,10 +166,12 @@ def _predict_rows(checkpoint: "TrainedModel", options: Any, sizes: Sizes) -> Non
 
 
 def _check_out(out: str | None) -> None:
+    from onescan.checkpoint.files import check_writable
+
     if out is not None:
         if Path(out).suffix not in PREDICTION_FILES:
             raise ValueError(f"out is {out!r}, expected a name ending in .csv or .json")
-        check_out(Path(out))
+        check_writable("out", Path(out))
 
 
 def _described(prediction: Prediction, target: "Target") -> str:

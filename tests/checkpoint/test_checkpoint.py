@@ -754,6 +754,34 @@ def test_removing_a_link_keeps_its_target(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
 
 
+@pytest.mark.parametrize(
+    ("path", "folder", "message"),
+    [
+        ("new/a.csv", False, None),
+        ("new/a", True, None),
+        ("a", True, None),
+        ("b", False, None),
+        ("a", False, "out is 'a', which is a folder, expected a file"),
+        ("b", True, "out is 'b', which is a file, expected a folder"),
+        ("b/c/d", False, "out is 'b/c/d', but b is not a folder"),
+        ("b/c/d", True, "out is 'b/c/d', but b is not a folder"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused(tmp_path, monkeypatch, path, folder, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("b").touch()
+    if message is not None:
+        with pytest.raises(ValueError, match=rf"^{message}$"):
+            files.check_writable("out", Path(path), folder=folder)
+        return
+    files.check_writable("out", Path(path), folder=folder)
+    writable = "a" if path == "a" else "."
+    monkeypatch.setattr("os.access", lambda folder, _: str(folder) != writable)
+    with pytest.raises(ValueError, match=f"^out is '{path}', but nothing can be written to "):
+        files.check_writable("out", Path(path), folder=folder)
+
+
 DAMAGED = {
     "result.json": (
         read_result,

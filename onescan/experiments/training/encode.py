@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onescan import __version__, configs
-from onescan.checkpoint.files import PARTIAL
+from onescan.checkpoint.files import PARTIAL, check_writable
 from onescan.checkpoint.weights import save_weights
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data import (
@@ -301,9 +301,8 @@ def _source(data: ImageDatasetConfig) -> dict[str, Any]:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ValueError if a path is a file, or a folder that holds anything but latents."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder for the latents")
+    """Raise ValueError if a path cannot be written, or is a folder of anything but latents."""
+    check_writable("out", out, folder=True)
     if not out.exists() or (out / NOTES).exists():
         return
     if others := [p.name for p in out.iterdir() if p.name != LOCK and p.suffix != PARTIAL]:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.files import check_writable, write_atomically
 from onescan.checkpoint.hub import find_folder
 from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, check_whole, in_a_line
@@ -159,9 +159,7 @@ def _check(source: str, data: str, out: Path, config: LinearizeConfig) -> dict[s
     )
     if os.path.lexists(out):
         raise FileExistsError(f"{out} already exists, expected a new folder")
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
+    check_writable("out", out, folder=True)
     if (run_path := Path(resolve(source))).exists() and is_run(run_path):
         raise ValueError(
             f"model {source!r} is a native onescan model, expected a transformers model; if it has "
