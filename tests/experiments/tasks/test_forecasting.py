@@ -234,7 +234,10 @@ def test_missing_values_change_nothing(tmp_path):
         for i, quantile in enumerate(QUANTILES)
     ]
     assert loss.item() == pytest.approx(np.mean(losses), rel=1e-5)
-    rows = task.predict(model.eval(), task.to_device(read(task.test), CPU))
+    held_out = task.to_device(read(task.test), CPU)
+    rows = task.predict(model.eval(), held_out)
+    weighted = task.loss(model, held_out)[0].item()  # each observed value counts equally
+    assert task.evaluate(rows).metrics["loss"] == pytest.approx(weighted, rel=1e-5)
     filled = {**rows, "predictions": rows["predictions"].clone()}
     filled["predictions"].movedim(1, -1)[rows["labels"].isnan()] = 1e30
     assert task.scores(rows, filled["predictions"]) == task.scores(rows, rows["predictions"])
@@ -264,6 +267,7 @@ def test_metrics_equal_their_definitions(tmp_path):
         "predictions": torch.from_numpy(predicted),
         "series": series,
         "losses": torch.ones(len(true)),
+        "observed": torch.full((len(true),), HORIZON),
     }
     metrics = task.evaluate(rows).metrics
     errors = np.abs(true - predicted[:, 1])
