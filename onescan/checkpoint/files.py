@@ -248,7 +248,7 @@ def from_json(content: bytes, source: Path | str, remedy: str, *, indent: int | 
 def matches(data: dict[str, Any], content: bytes, *, indent: int | None = None) -> bool:
     """Return whether `content` equals the output of `to_json`; removes the checksum from `data`.
 
-    NaN and infinity, which versions before 0.27 wrote, are accepted.
+    NaN and infinity, which version 0.26 and earlier ones wrote, are accepted.
     """
     if data.pop(CHECKSUM, None) is None:
         return False
