@@ -7,6 +7,7 @@ package of the declared class exports, which may be imported on first use.
 
 import dataclasses
 import inspect
+import math
 import re
 import reprlib
 import sys
@@ -146,6 +147,8 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
         return label | _fields_to_plain(value, path)
     if isinstance(value, list | tuple):
         return [_plain(item, None, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path} is {value}, expected a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"{path} is {named_type(value)}, which a config cannot contain")

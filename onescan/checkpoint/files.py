@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -107,6 +108,29 @@ def check_regular(path: Path, *, folder: bool = False) -> None:
         raise ValueError(f"{path} exists but is not a {kind}")
 
 
+def check_writable(name: str, path: Path, *, folder: bool = False) -> None:
+    """Check before any work that a file, or files in a folder, can be written to a path.
+
+    Args:
+        name: Name of the path, for the error message.
+        path: The path.
+        folder: Whether the path is that of a folder.
+
+    Raises:
+        ValueError: If it is a folder instead of a file or vice versa, or if nothing can be written
+            to the folder that holds it or will hold it.
+    """
+    if path.exists() and path.is_dir() != folder:
+        kinds = ("a file", "a folder") if folder else ("a folder", "a file")
+        raise ValueError(f"{name} is '{path}', which is {kinds[0]}, expected {kinds[1]}")
+    parents = (path, *path.parents) if folder else path.parents
+    parent = next(each for each in parents if each.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{name} is '{path}', but {parent} is not a folder")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"{name} is '{path}', but nothing can be written to {parent}")
+
+
 def partial_of(path: Path) -> Path:
     """Return the temporary path of an unfinished write, in the same folder as `path`."""
     return path.with_name(path.name + PARTIAL)
@@ -167,12 +191,43 @@ def is_number(value: object) -> bool:
     return is_whole or isinstance(value, float)
 
 
+def numbers(data: object) -> dict[str, Any] | None:
+    """Return the numbers of a JSON object, with NaN for null; None if it holds anything else.
+
+    >>> numbers({"loss": None, "accuracy": 0.5}), numbers({"loss": "low"})
+    ({'loss': nan, 'accuracy': 0.5}, None)
+    """
+    if not isinstance(data, dict):
+        return None
+    values = {name: math.nan if value is None else value for name, value in data.items()}
+    return values if all(map(is_number, values.values())) else None
+
+
+def finite(data: Any) -> Any:
+    """Return JSON types with None for numbers that are not finite, which JSON cannot represent.
+
+    >>> finite({"losses": [0.5, float("nan")]})
+    {'losses': [0.5, None]}
+    """
+    if isinstance(data, Mapping):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 def to_json(data: Mapping[str, Any], *, indent: int | None = None) -> str:
     r"""Serialize a JSON object, and append a checksum as its last entry.
+
+    Numbers that are not finite become null.
 
     >>> to_json({"steps": 3})
     '{"steps": 3, "checksum": "6f35973e41fd89bc"}\n'
     """
+    return _with_checksum(finite(data), indent)
+
+
+def _with_checksum(data: Mapping[str, Any], indent: int | None) -> str:
     content = json.dumps(data, indent=indent)
     checksum = sha256(content.encode()).hexdigest()[:16]
     return json.dumps({**data, CHECKSUM: checksum}, indent=indent) + "\n"
@@ -191,11 +246,14 @@ def from_json(content: bytes, source: Path | str, remedy: str, *, indent: int | 
 
 
 def matches(data: dict[str, Any], content: bytes, *, indent: int | None = None) -> bool:
-    """Return whether `content` equals the output of `to_json`; removes the checksum from `data`."""
+    """Return whether `content` equals the output of `to_json`; removes the checksum from `data`.
+
+    NaN and infinity, which version 0.26 and earlier ones wrote, are accepted.
+    """
     if data.pop(CHECKSUM, None) is None:
         return False
     try:
-        return to_json(data, indent=indent).encode() == content
+        return _with_checksum(data, indent).encode() == content
     except RecursionError:
         return False
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from onescan.allocation import build_on_meta, build_unchecked
-from onescan.checkpoint.files import damaged, parse_json, write_atomically
+from onescan.checkpoint.files import damaged, finite, parse_json, write_atomically
 from onescan.configs import ModelConfig
 
 WEIGHTS, BEST = "model.safetensors", "best.safetensors"
@@ -66,6 +66,8 @@ def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
     """Write weights and notes to a safetensors file, replacing an older file atomically.
 
+    Numbers in the notes that are not finite become null.
+
     Raises:
         OSError: If the file cannot be written. An older file is not changed.
     """
@@ -75,7 +77,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, 
         mode = partial.stat().st_mode  # honor the user's umask, which safetensors ignores
         try:
             contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-            metadata = {NOTES: json.dumps({DIGEST: ZEROS, **notes})}
+            metadata = {NOTES: json.dumps({DIGEST: ZEROS, **finite(notes)})}
             save_file(contiguous, partial, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error

@@ -1,9 +1,8 @@
 """The command that computes vectors of texts and images: embed."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from onescan.cli.options import (
     Compute,
     Device,
     Imports,
-    check_out,
     echo,
     import_files,
     parse,
@@ -24,7 +22,7 @@ from onescan.cli.readers import (
     check_no_column,
     data_setting,
     nothing_readable,
-    read_grids,
+    read_batches,
     read_texts,
     report_skipped,
 )
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
     from onescan.inference.embedding import Source
     from onescan.inputs.pairs import PairEncoder
-
-    Example = tuple[Tensor, Tensor | None]  # values, and which of them are real
 
 VECTOR_FILE = ".npz"
 Settings = dict[str, Any]  # pooling and normalize
@@ -84,11 +80,12 @@ def embed(argv: Argv) -> None:
         raise ValueError(f"out is {options.out!r}, expected a name ending in {VECTOR_FILE}")
     if any(out.absolute() == Path(path).absolute() for path in options.inputs):
         raise ValueError(f"out is {options.out!r}, which is also an input; choose another name")
-    check_out(out)
+    from onescan.checkpoint.files import check_writable, write_atomically
+
+    check_writable("out", out)
     import numpy as np
     import torch
 
-    from onescan.checkpoint.files import write_atomically
     from onescan.checks import check_whole
     from onescan.experiments.training.distributed import Ranks, choose_device
     from onescan.inference.embedding import choose_pooling, model_of, text_encoder
@@ -104,8 +101,8 @@ def embed(argv: Argv) -> None:
     with options.compute.applied():
         if encoder is None:
             check_no_column(options.text_column)
-            examples = _examples(source, options.inputs, unreadable)
-            names, vectors = _grid_vectors(model, examples, options.batch_size, settings)
+            inputs = (options.inputs, unreadable, options.batch_size)
+            names, vectors = _grid_vectors(source, *inputs, settings)
         else:
             column = options.text_column or _text_column(source)
             texts = read_texts(options.inputs, column, unreadable)
@@ -161,47 +158,22 @@ def _text_vectors(
     return [each.name for each in texts], [embed_sequences(model, sequences, **settings)]
 
 
-def _examples(
-    source: Any, paths: Sequence[str], unreadable: list[str]
-) -> "Iterator[tuple[str, Example]]":
-    """Yield the name of each image or array, its standardized values, and which of them are real.
+def _grid_vectors(
+    source: Any,
+    paths: Sequence[str],
+    unreadable: list[str],
+    batch_size: int,
+    settings: Settings,
+) -> "tuple[list[str], list[Tensor]]":
+    """Return the names and the vectors of images or arrays.
 
     Unreadable images in folders are skipped, and messages about them are added to `unreadable`.
     """
-    from onescan.experiments.tasks.image_classification import read_arrays
-    from onescan.inference.classification import image_format
-    from onescan.inputs import read_image
-
-    def examples(data: Any) -> "Iterator[Example]":
-        for values, keep in read_arrays(data, source.format):
-            masks = [None] * len(values) if keep is None else keep
-            yield from zip(values, masks, strict=True)
-
-    return read_grids(
-        source,
-        paths,
-        unreadable,
-        read_arrays=examples,
-        read_file=lambda file: (read_image(file, image_format(source.format, file)), None),
-    )
-
-
-def _grid_vectors(
-    model: Any, examples: "Iterable[tuple[str, Example]]", batch_size: int, settings: Settings
-) -> "tuple[list[str], list[Tensor]]":
-    """Return the names and the vectors of images or arrays, in batches of one shape."""
-    import torch
-
     from onescan.inference.embedding import embed_grids
 
     names: list[str] = []
     vectors: list[Tensor] = []
-    for (_, is_masked), group in groupby(
-        examples, lambda each: (each[1][0].shape, each[1][1] is not None)
-    ):
-        while batch := list(islice(group, batch_size)):
-            names += [name for name, _ in batch]
-            values, masks = zip(*(example for _, example in batch), strict=True)
-            keep = torch.stack(masks) if is_masked else None
-            vectors.append(embed_grids(model, torch.stack(values), keep, **settings).cpu())
+    for batch, values, keep in read_batches(source, paths, unreadable, batch_size=batch_size):
+        names += batch
+        vectors.append(embed_grids(source.model, values, keep, **settings).cpu())
     return names, vectors

@@ -16,7 +16,6 @@ from onescan.cli.options import (
     Imports,
     LanguageModel,
     OptionsT,
-    check_out,
     echo,
     import_files,
     load_language_model,
@@ -143,13 +142,14 @@ def _evaluate_lengths(options: Any) -> None:
 
 
 def _evaluate_tasks(options: Any) -> None:
+    from onescan.checkpoint.files import check_writable
     from onescan.experiments.evaluation.harness import evaluate_tasks
     from onescan.experiments.training.folder import write_json
 
     if options.out is not None:
         if options.out.suffix != ".json":
             raise ValueError(f"out is '{options.out}', expected a file name ending in .json")
-        check_out(options.out)
+        check_writable("out", options.out)
     config = _with_batch_size(options.tasks, options.batch_size)
     scores = evaluate_tasks(str(options.checkpoint), config, device=options.device)
     echo("\n".join(scores.tables))

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from onescan.cli.options import echo
+from onescan.cli.readers import Sizes
 from onescan.messages import plural, printable
 
 if TYPE_CHECKING:
@@ -16,7 +17,11 @@ Rows = list[dict[str, object]]
 
 
 def forecast_rows(
-    model: "nn.Module", format: "ForecastFormat", path: str, time_column: str | None
+    model: "nn.Module",
+    format: "ForecastFormat",
+    path: str,
+    time_column: str | None,
+    sizes: Sizes,
 ) -> Rows:
     """Forecast the series in a file, print a line for each, and return a row per step.
 
@@ -29,6 +34,7 @@ def forecast_rows(
         format: Format that the model was trained on.
         path: A table or an array, as for `read_series`.
         time_column: Column of the times in tables; None finds it.
+        sizes: The batch size, if it is given.
 
     Raises:
         ValueError: If the file cannot be read or has other channels than the training data.
@@ -44,7 +50,7 @@ def forecast_rows(
         )
     try:
         table = _channels(table, format)
-        quantiles = forecast(model, table.values, format)
+        quantiles = forecast(model, table.values, format, **sizes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     rows: Rows = []

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onescan.checkpoint.files import write_atomically
-from onescan.cli.options import check_out, echo
+from onescan.checkpoint.files import check_writable, write_atomically
+from onescan.cli.options import echo
+from onescan.cli.readers import Sizes, images_at
 from onescan.messages import plural, printable
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ ARRAY_FILES = (".npz", ".npy")
 PNG_CLASSES = 256  # of a file with one byte per pixel
 
 
-def predict_maps(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+def predict_maps(
+    checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, sizes: Sizes
+) -> None:
     """Predict a class or values at each position of images, arrays or volumes; print summaries.
 
     Args:
@@ -28,6 +31,7 @@ def predict_maps(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | No
         inputs: Image files and folders, files of arrays, or NIfTI files and folders of them.
         out: File for the maps of one file of arrays; folder for those of images, as .png files, and
             of volumes, as .nii.gz files.
+        sizes: The number of windows per batch, if it is given.
 
     Raises:
         ValueError: If an input cannot be read, or `out` does not fit the inputs.
@@ -35,11 +39,11 @@ def predict_maps(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | No
     from onescan.inputs import VolumeFormat
 
     if isinstance(checkpoint.format, VolumeFormat):
-        _predict_volumes(checkpoint, inputs, out)
+        _predict_volumes(checkpoint, inputs, out, sizes)
         return
     of_arrays = all(Path(path).suffix in ARRAY_FILES for path in inputs)
     _check_out(checkpoint, inputs, out, of_arrays=of_arrays)
-    (_predict_arrays if of_arrays else _predict_images)(checkpoint, inputs, out)
+    (_predict_arrays if of_arrays else _predict_images)(checkpoint, inputs, out, sizes)
 
 
 def _check_out(
@@ -52,7 +56,7 @@ def _check_out(
     if of_arrays and out.suffix not in ARRAY_FILES:
         raise ValueError(f"out is '{out}', expected a name ending in .npz or .npy")
     if of_arrays:
-        check_out(out)
+        check_writable("out", out)
     if of_arrays and len(inputs) > 1:
         raise ValueError(f"out is '{out}', but inputs has {len(inputs)} files, expected one")
     if of_arrays and any(out.resolve() == Path(path).resolve() for path in inputs):
@@ -62,20 +66,17 @@ def _check_out(
             f"out is '{out}', but predicted values cannot be saved as .png files; leave out --out"
         )
     if not of_arrays:
-        _check_folder(out, ".png")
+        check_writable("out", out, folder=True)
 
 
-def _check_folder(out: Path, suffix: str) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder for {suffix} files")
-
-
-def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+def _predict_arrays(
+    checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, sizes: Sizes
+) -> None:
     import numpy as np
 
     for path in inputs:
         maps = []
-        for row, outputs in enumerate(_maps_of_arrays(checkpoint, path)):
+        for row, outputs in enumerate(_maps_of_arrays(checkpoint, path, sizes)):
             predicted = _predicted_map(outputs, checkpoint.target)
             echo(f"{printable(path)}[{row}]: {_summary(predicted, checkpoint)}")
             if out is not None:
@@ -96,7 +97,7 @@ def _predict_arrays(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
         echo(f"{out}: {name} of shape {stacked.shape}, {stacked.dtype}")
 
 
-def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
+def _maps_of_arrays(checkpoint: "Checkpoint", path: str, sizes: Sizes) -> "Iterator[Tensor]":
     """Yield the outputs [outputs, *sides] for each example of a file."""
     from onescan.experiments.data import Example
     from onescan.experiments.data.arrays import read_inputs
@@ -111,13 +112,14 @@ def _maps_of_arrays(checkpoint: "Checkpoint", path: str) -> "Iterator[Tensor]":
     for row in range(len(examples)):
         stored = examples.read([Example(row)]).batch[0]
         try:
-            yield predict_map(checkpoint, format.model_input(stored).float())
+            yield predict_map(checkpoint, format.model_input(stored).float(), **sizes)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
-    from onescan.cli.readers import images_at
+def _predict_images(
+    checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, sizes: Sizes
+) -> None:
     from onescan.inference.dense import map_picture, predict_file
     from onescan.inputs import ImageFormat
 
@@ -125,7 +127,7 @@ def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
         raise ValueError(f"the model reads arrays (.npz or .npy files), not '{inputs[0]}'")
 
     def predict(file: Path) -> tuple[str, Write]:
-        predicted = _predicted_map(predict_file(checkpoint, file), checkpoint.target)
+        predicted = _predicted_map(predict_file(checkpoint, file, **sizes), checkpoint.target)
         return _summary(predicted, checkpoint), lambda target: map_picture(predicted).save(
             target, format="PNG"
         )
@@ -134,16 +136,18 @@ def _predict_images(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path |
     _predict_files(files, predict, out, lambda file: f"{file.stem}.png")
 
 
-def _predict_volumes(checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None) -> None:
+def _predict_volumes(
+    checkpoint: "Checkpoint", inputs: Sequence[str], out: Path | None, sizes: Sizes
+) -> None:
     from onescan.inference.dense import predict_volume
     from onescan.inputs.volumes import open_volume, volume_bytes, volume_stem
 
     if out is not None:
-        _check_folder(out, ".nii.gz")
+        check_writable("out", out, folder=True)
 
     def predict(file: Path) -> tuple[str, Write]:
         volume = open_volume(file)
-        classes = _predicted_map(predict_volume(checkpoint, volume), checkpoint.target)
+        classes = _predicted_map(predict_volume(checkpoint, volume, **sizes), checkpoint.target)
         summary = _summary(classes, checkpoint, volume.voxel_ml)
         return summary, lambda target: target.write_bytes(volume_bytes(volume, classes))
 

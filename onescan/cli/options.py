@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import io
-import os
 import re
 import shutil
 import sys
@@ -317,17 +316,6 @@ def resumable(out: Path) -> Iterator[None]:
         if out.exists():
             interrupt.args = (RESUME,)
         raise
-
-
-def check_out(out: Path) -> None:
-    """Raise ValueError if no file can be written to a path."""
-    if out.is_dir():
-        raise ValueError(f"out is '{out}', which is a folder, expected a file")
-    parent = next(folder for folder in out.parents if folder.exists())
-    if not parent.is_dir():
-        raise ValueError(f"out is '{out}', but {parent} is not a folder")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
 
 
 def import_files(files: Sequence[Path]) -> None:

@@ -16,17 +16,19 @@ from onescan.cli.options import (
     COMMANDS_BY_MODEL,
     Argv,
     Checkpoint,
+    Compute,
+    Device,
     Imports,
-    check_out,
     echo,
     import_files,
     parse,
 )
 from onescan.cli.readers import (
+    Sizes,
     check_no_column,
     data_setting,
     nothing_readable,
-    read_grids,
+    read_batches,
     read_texts,
     report_skipped,
 )
@@ -47,12 +49,13 @@ class Prediction(NamedTuple):
     """What a model predicts for one input.
 
     Attributes:
-        input: Path, path and row of an array, or text.
+        input: The input, by column: its path, with the row of an array; or the text after its file
+            and row, if any.
         outputs: Names and numbers: the most probable classes with their probabilities, best first;
             or all labels with their probabilities; or all values.
     """
 
-    input: str
+    input: dict[str, object]
     outputs: list[tuple[str, float]]
 
     @property
@@ -83,9 +86,15 @@ def predict(argv: Argv) -> None:
         """Column of the texts in tables; by default that of the training data. Only for text
         models."""
         out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-        """Also write the predictions to a .csv or .json file. A model that predicts a class or
-        values at each position writes a .npz or .npy file for arrays, or a folder of .png files for
-        images, or of .nii.gz files for volumes."""
+        """Also write the predictions to a .csv or .json file, with the file and the row of each
+        text, counted from 0. A model that predicts a class or values at each position writes a .npz
+        or .npy file for arrays, or a folder of .png files for images, or of .nii.gz files for
+        volumes."""
+        batch_size: int | None = None
+        """Images, arrays, texts or series per batch, or windows of large maps; affects memory, and
+        results only by rounding. By default 64, 256 series, or 4 windows."""
+        device: Device = "auto"
+        compute: Compute
         imports: Imports = ()
 
     options = parse(Options, predict, argv)
@@ -93,10 +102,15 @@ def predict(argv: Argv) -> None:
         raise ValueError("inputs is empty, expected at least one image, folder, array or text")
     if options.top_k < 1:
         raise ValueError(f"top_k is {options.top_k}, expected at least 1")
+    from onescan.checks import check_whole
     from onescan.cli.maps import predict_maps
+    from onescan.experiments.training.distributed import Ranks, choose_device
     from onescan.inference.loading import load
     from onescan.inputs import ForecastFormat, PairFormat
 
+    sizes: Sizes = {} if options.batch_size is None else {"batch_size": options.batch_size}
+    check_whole(1, **sizes)
+    device = choose_device(options.device, Ranks())
     import_files(options.imports)
     checkpoint = load(options.checkpoint)
     if command := COMMANDS_BY_MODEL.get(type(checkpoint.model).__name__):
@@ -104,23 +118,36 @@ def predict(argv: Argv) -> None:
             f"the model is {named_type(checkpoint.model)}, which predicts no classes or values; "
             f"use `onescan {command}`"
         )
-    of_texts = isinstance(checkpoint.format, PairFormat)
-    if not of_texts:
+    checkpoint.model.to(device)
+    format, out = checkpoint.format, options.out
+    if not isinstance(format, PairFormat):
         check_no_column(options.text_column)
-    if checkpoint.target.is_map:
-        predict_maps(checkpoint, options.inputs, None if options.out is None else Path(options.out))
-        return
-    _check_out(options.out)
-    if isinstance(format := checkpoint.format, ForecastFormat):
-        column = data_setting(checkpoint, "time_column", default="") or None
-        forecasts = [forecast_rows(checkpoint.model, format, x, column) for x in options.inputs]
-        _write(options.out, [row for rows in forecasts for row in rows], "forecast steps")
-        return
+    if not checkpoint.target.is_map:
+        _check_out(out)
+    with options.compute.applied():
+        if checkpoint.target.is_map:
+            predict_maps(checkpoint, options.inputs, None if out is None else Path(out), sizes)
+        elif isinstance(format, ForecastFormat):
+            column = data_setting(checkpoint, "time_column", default="") or None
+            forecasts = [
+                forecast_rows(checkpoint.model, format, path, column, sizes)
+                for path in options.inputs
+            ]
+            _write(out, [row for rows in forecasts for row in rows], "forecast steps")
+        else:
+            _predict_rows(checkpoint, options, sizes)
+
+
+def _predict_rows(checkpoint: "TrainedModel", options: Any, sizes: Sizes) -> None:
+    """Predict the classes, labels or values of images, arrays or texts; print and write them."""
+    from onescan.inputs import PairFormat
+
     names, kind = checkpoint.class_names, checkpoint.target.kind
+    of_texts = isinstance(checkpoint.format, PairFormat)
     read = partial(_text_probabilities, column=options.text_column) if of_texts else _grid_outputs
     predictions: list[Prediction] = []
     unreadable: list[str] = []
-    for source, row in read(checkpoint, options.inputs, unreadable):
+    for source, row in read(checkpoint, options.inputs, unreadable, sizes):
         if len(names) != len(row):
             raise ValueError(
                 f"{checkpoint.folder}: class_names has {len(names)} names, expected {len(row)}, "
@@ -130,19 +157,21 @@ def predict(argv: Argv) -> None:
         chosen = row.topk(min(options.top_k, count)).indices.tolist() if is_class else range(count)
         prediction = Prediction(source, [(names[i], row[i].item()) for i in chosen])
         predictions.append(prediction)
-        echo(f"{printable(source)}: {printable(_described(prediction, checkpoint.target))}")
+        *_, shown = source.values()
+        echo(f"{printable(shown)}: {printable(_described(prediction, checkpoint.target))}")
     report_skipped(unreadable)
     if not predictions:
         raise nothing_readable("text" if of_texts else "image", options.inputs, unreadable)
-    column = "text" if of_texts else "path"
-    _write(options.out, [_cells(each, column, kind) for each in predictions], "predictions")
+    _write(options.out, [_cells(each, kind) for each in predictions], "predictions")
 
 
 def _check_out(out: str | None) -> None:
+    from onescan.checkpoint.files import check_writable
+
     if out is not None:
         if Path(out).suffix not in PREDICTION_FILES:
             raise ValueError(f"out is {out!r}, expected a name ending in .csv or .json")
-        check_out(Path(out))
+        check_writable("out", Path(out))
 
 
 def _described(prediction: Prediction, target: "Target") -> str:
@@ -150,10 +179,12 @@ def _described(prediction: Prediction, target: "Target") -> str:
 
     >>> from onescan.inputs.targets import Target
     >>> target = Target(kind="value", mean=(0.0, 1e9), std=(1.0, 10.0))
-    >>> _described(Prediction("a.npz[0]", [("speed", 12.34567), ("time", 1e9 + 1)]), target)
+    >>> values = Prediction({"path": "a.npz[0]"}, [("speed", 12.34567), ("time", 1e9 + 1)])
+    >>> _described(values, target)
     'speed 12.346, time 1000000001'
     >>> target = Target(kind="multilabel")
-    >>> _described(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), target)
+    >>> labels = Prediction({"path": "a.npz[0]"}, [("cat", 0.9), ("dog", 0.25)])
+    >>> _described(labels, target)
     'cat (cat 90.0%, dog 25.0%)'
     """
     kind = target.kind
@@ -177,35 +208,38 @@ def rounded(value: float, std: float) -> str:
 
 
 def _grid_outputs(
-    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
-) -> "Iterator[tuple[str, Tensor]]":
-    """Yield the path of each image or the row of an array, and its probabilities or values.
+    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str], sizes: Sizes
+) -> "Iterator[tuple[dict[str, object], Tensor]]":
+    """Yield the path of each image or array, and its probabilities or values.
 
     Unreadable images in folders are skipped, and messages about them are added to `unreadable`.
     """
-    from onescan.experiments.tasks.image_classification import classify_arrays
-    from onescan.inference.classification import classify
+    import torch
 
-    format: Any = checkpoint.format  # arrays are only read if it is a GridFormat
-    model, target = checkpoint.model, checkpoint.target
-    return read_grids(
-        checkpoint,
-        paths,
-        unreadable,
-        read_arrays=lambda data: classify_arrays(model, data, format, target),
-        read_file=lambda file: classify(model, [file], format, target)[0],
-    )
+    model = checkpoint.model
+    device = next(model.parameters()).device
+    for names, values, keep in read_batches(checkpoint, paths, unreadable, **sizes):
+        masks = {} if keep is None else {"keep": keep.to(device)}
+        with torch.no_grad():
+            outputs = checkpoint.target.predictions(model(values.to(device), **masks)).cpu()
+        yield from zip(({"path": name} for name in names), outputs, strict=True)
 
 
 def _text_probabilities(
-    checkpoint: "TrainedModel", arguments: Sequence[str], unreadable: list[str], column: str | None
-) -> "Iterator[tuple[str, Tensor]]":
-    """Yield each text, and the probabilities of its classes.
+    checkpoint: "TrainedModel",
+    arguments: Sequence[str],
+    unreadable: list[str],
+    sizes: Sizes,
+    *,
+    column: str | None,
+) -> "Iterator[tuple[dict[str, object], Tensor]]":
+    """Yield the file, the row and the text of each text, and the probabilities of its classes.
 
     Args:
         checkpoint: A text classifier.
         arguments: Texts, and files of texts.
         unreadable: List to which messages about unreadable lines and rows are added.
+        sizes: The batch size, if it is given.
         column: Column of the texts in tables; None is that of the training data.
 
     Raises:
@@ -218,26 +252,28 @@ def _text_probabilities(
         raise ValueError(f"{checkpoint.folder} holds no text classifier")
     if column is None:
         column = data_setting(checkpoint, "text_column", default="text")
-    texts = [row.text for row in read_texts(arguments, column, unreadable)]
-    if texts:
+    given = read_texts(arguments, column, unreadable)
+    if given:
         encoder = checkpoint.format.open(checkpoint.folder)
-        yield from zip(texts, classify_texts(checkpoint.model, texts, encoder), strict=True)
+        texts = [each.text for each in given]
+        rows = classify_texts(checkpoint.model, texts, encoder, **sizes)
+        sources = ({"path": each.path, "row": each.row, "text": each.text} for each in given)
+        yield from zip(sources, rows, strict=True)
 
 
-def _cells(prediction: Prediction, column: str, kind: "TargetKind") -> dict[str, object]:
+def _cells(prediction: Prediction, kind: "TargetKind") -> dict[str, object]:
     """Return the cells of a prediction, by column.
 
     Args:
         prediction: The prediction.
-        column: Name of the column of the inputs.
         kind: What is predicted. Classes have a column for the class, its confidence, and the other
             most probable classes; labels have one for those that are predicted, and one for the
             probability of each label; values have one for each value.
 
-    >>> _cells(Prediction("a.npz[0]", [("cat", 0.9), ("dog", 0.25)]), "path", "multilabel")
+    >>> _cells(Prediction({"path": "a.npz[0]"}, [("cat", 0.9), ("dog", 0.25)]), "multilabel")
     {'path': 'a.npz[0]', 'labels': 'cat', 'cat': 0.9, 'dog': 0.25}
     """
-    row: dict[str, object] = {column: prediction.input}
+    row = dict(prediction.input)
     if kind == "value":
         return row | dict(prediction.outputs)
     if kind == "multilabel":
@@ -261,9 +297,11 @@ def _write(out: str | None, rows: Sequence[dict[str, object]], noun: str) -> Non
 
 def _write_rows(file: Path, suffix: str, rows: Sequence[dict[str, object]]) -> None:
     """Write one or more rows with the same columns as .csv or .json, according to the suffix."""
+    from onescan.checkpoint.files import finite
+
     with file.open("w", encoding="utf-8", newline="") as stream:
         if suffix == ".json":
-            json.dump(rows, stream, indent=1, ensure_ascii=False)
+            json.dump(finite(rows), stream, indent=1, ensure_ascii=False)
             return
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()

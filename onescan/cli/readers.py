@@ -1,53 +1,83 @@
 """Read the images, arrays and texts to which a command applies a model."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from onescan.messages import printable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from onescan.inference.loading import Checkpoint as TrainedModel
+
+    Example = tuple[Tensor, Tensor | None]  # values, and which of them are real
 
 ARRAY_FILES = (".npz", ".npy")
 LINE_FILE = ".txt"
 MAX_SKIPPED = 10  # messages about inputs that cannot be read
-OutputT = TypeVar("OutputT")
 SettingT = TypeVar("SettingT")
+Sizes = dict[str, int]  # the batch size, if it is given
 
 
 class GivenText(NamedTuple):
-    """A text and its name: its file and line, or the text itself if it is an argument."""
+    """A text and where it comes from.
+
+    Attributes:
+        text: The text.
+        name: Its file and line, or the text itself if it is an argument.
+        path: Its file, if any.
+        row: Its index in the file: among the rows of a table, or the lines of a .txt file.
+    """
 
     text: str
     name: str
+    path: str | None = None
+    row: int | None = None
 
 
-def read_grids(
-    checkpoint: "TrainedModel",
-    paths: Sequence[str],
-    unreadable: list[str],
-    *,
-    read_arrays: Callable[[Any], Iterable[OutputT]],
-    read_file: Callable[[Path], OutputT],
-) -> Iterator[tuple[str, OutputT]]:
-    """Yield the path of each image or the row of each array, and the output for it.
+def read_batches(
+    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str], *, batch_size: int = 64
+) -> "Iterator[tuple[list[str], Tensor, Tensor | None]]":
+    """Yield batches of images or arrays of one shape: names, standardized values, and masks.
 
     Args:
         checkpoint: A model that takes images or arrays.
         paths: Array files, which are read first, image files, and folders of images.
         unreadable: List to which messages about unreadable images in folders are added.
-        read_arrays: Returns the outputs for the examples of an array file, an `ArrayDataset`.
-        read_file: Returns the output for an image file.
+        batch_size: Maximum number of images or arrays per batch.
+
+    Yields:
+        The path of each image, or the file and row of each array; the model's input; and which of
+        its values are real, or None if all are.
 
     Raises:
         ValueError: If a file of arrays, or an image that is not in a folder, cannot be read.
         OSError: Likewise.
     """
+    import torch
+
+    for (_, is_masked), group in groupby(
+        _examples(checkpoint, paths, unreadable),
+        lambda each: (each[1][0].shape, each[1][1] is not None),
+    ):
+        while batch := list(islice(group, batch_size)):
+            values, masks = zip(*(example for _, example in batch), strict=True)
+            keep = torch.stack(masks) if is_masked else None
+            yield [name for name, _ in batch], torch.stack(values), keep
+
+
+def _examples(
+    checkpoint: "TrainedModel", paths: Sequence[str], unreadable: list[str]
+) -> "Iterator[tuple[str, Example]]":
+    """Yield the name, the standardized values and the mask of each image or array."""
     from onescan.experiments.data.arrays import read_inputs
-    from onescan.inputs import GridFormat, ImageFormat
+    from onescan.experiments.tasks.image_classification import read_arrays
+    from onescan.inference.classification import image_format
+    from onescan.inputs import GridFormat, ImageFormat, read_image
 
     format = checkpoint.format
     arrays = [path for path in paths if Path(path).suffix in ARRAY_FILES]
@@ -55,22 +85,25 @@ def read_grids(
         layout = data_setting(checkpoint, "channels_first", default=False)
         paths = [path for path in paths if path not in arrays]
         for path in arrays:
-            data = read_inputs(path, format, channels_first=layout)
+            data, row = read_inputs(path, format, channels_first=layout), 0
             try:
-                for row, output in enumerate(read_arrays(data)):
-                    yield f"{path}[{row}]", output
+                for values, keep in read_arrays(data, format):
+                    masks = [None] * len(values) if keep is None else keep
+                    for example in zip(values, masks, strict=True):
+                        yield f"{path}[{row}]", example
+                        row += 1
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
     is_image_model = isinstance(format, ImageFormat)
     for file, is_in_folder in images_at([Path(path) for path in paths], walk=is_image_model):
         try:
-            output = read_file(file)
+            image = read_image(file, image_format(format, file))
         except (OSError, ValueError) as error:
             if not is_in_folder or str(file) not in str(error):
                 raise
             unreadable.append(str(error))
             continue
-        yield str(file), output
+        yield str(file), (image, None)
 
 
 def images_at(paths: Sequence[Path], *, walk: bool = True) -> Iterator[tuple[Path, bool]]:
@@ -139,9 +172,9 @@ def _rows_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Give
             f"{argument} has no column {column!r}; available: {', '.join(columns)} "
             f"(--text-column selects one); {HEADER}"
         )
-    for row in rows:
+    for index, row in enumerate(rows):
         try:
-            yield GivenText(read_text(row, column), row.location)
+            yield GivenText(read_text(row, column), row.location, argument, index)
         except ValueError as error:
             unreadable.append(str(error))
 
@@ -152,13 +185,13 @@ def _lines_of(argument: str, column: str, unreadable: list[str]) -> Iterator[Giv
 
     if not Path(argument).is_file():
         raise ValueError(f"there is no file {argument}")
-    for document, _ in read_file(Path(argument), {}, column, "line"):
+    for index, (document, _) in enumerate(read_file(Path(argument), {}, column, "line")):
         if document.is_blank:
             unreadable.append(f"{document.location}: the text is empty")
         elif document.fault:
             unreadable.append(document.message)
         else:
-            yield GivenText(document.text, document.location)
+            yield GivenText(document.text, document.location, argument, index)
 
 
 def _path_is(kind: Callable[[Path], bool], argument: str) -> bool:

@@ -26,7 +26,7 @@ Outputs = Float[Tensor, "outputs *sides"]
 
 
 @torch.no_grad()
-def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
+def predict_map(checkpoint: Checkpoint, grid: Grids, *, batch_size: int = 4) -> Outputs:
     """Predict the probability of each class, or the values, at each position.
 
     A model that was trained with windows reads windows of the same size.
@@ -34,6 +34,7 @@ def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
     Args:
         checkpoint: A trained model, as `load` returns it.
         grid: One grid of any size, standardized by the format, of shape [1, C, *sides].
+        batch_size: Windows per batch; affects memory, and results only by rounding.
 
     Raises:
         ValueError: If the grid has another shape.
@@ -49,14 +50,15 @@ def predict_map(checkpoint: Checkpoint, grid: Grids) -> Outputs:
     overlap = settings.get("window_overlap", OVERLAP)
     model = checkpoint.model
     device = next(model.parameters()).device
-    outputs = predict_large(model, grid.to(device), window, overlap)
+    outputs = predict_large(model, grid.to(device), window, overlap, batch_size=batch_size)
     return checkpoint.target.predictions(outputs)[0].cpu()
 
 
-def predict_file(checkpoint: Checkpoint, path: str | Path) -> Outputs:
+def predict_file(checkpoint: Checkpoint, path: str | Path, *, batch_size: int = 4) -> Outputs:
     """Predict the probability of each class, or the values, at each pixel of an image file.
 
-    The image is resized for the model, and the prediction to the size of the upright image.
+    The image is resized for the model, and the prediction to the size of the upright image. The
+    batch size is that of `predict_map`.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -65,16 +67,17 @@ def predict_file(checkpoint: Checkpoint, path: str | Path) -> Outputs:
     format = checkpoint.format
     if not isinstance(format, ImageFormat):
         raise ValueError(f"the model reads arrays (.npz or .npy files), not '{path}'")
-    outputs = predict_map(checkpoint, read_image(path, format)[None])
+    outputs = predict_map(checkpoint, read_image(path, format)[None], batch_size=batch_size)
     header = read_header(Path(path))
     size = (header.height, header.width)
     return interpolate(outputs[None], size, mode="bilinear", antialias=True)[0]
 
 
-def predict_volume(checkpoint: Checkpoint, volume: Volume) -> Outputs:
+def predict_volume(checkpoint: Checkpoint, volume: Volume, *, batch_size: int = 4) -> Outputs:
     """Predict the probability of each class at each voxel of a volume.
 
-    The volume is resampled for the model, and the probabilities to the size of the volume.
+    The volume is resampled for the model, and the probabilities to the size of the volume. The
+    batch size is that of `predict_map`.
 
     Returns:
         Probabilities of shape [classes, *sides], with the axes of `VolumeFormat`.
@@ -87,7 +90,8 @@ def predict_volume(checkpoint: Checkpoint, volume: Volume) -> Outputs:
     if not isinstance(format, VolumeFormat):
         raise ValueError(f"the model does not read NIfTI files, such as {volume.file}")
     values = format.model_input(read_values(volume, format))
-    return resample(predict_map(checkpoint, values[None]), volume.sides)
+    outputs = predict_map(checkpoint, values[None], batch_size=batch_size)
+    return resample(outputs, volume.sides)
 
 
 def map_picture(classes: Int[Tensor, "height width"]) -> Image.Image:

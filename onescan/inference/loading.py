@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onescan import __version__, configs, zoo
-from onescan.checkpoint.files import damaged, is_number
+from onescan.checkpoint.files import damaged, numbers
 from onescan.checkpoint.hub import download, is_hub_name
 from onescan.checkpoint.run_folder import (
     CONFIG,
@@ -168,10 +168,11 @@ def _parse(data: dict[str, Any], path: Path) -> _Header:
 
 
 def _metrics(notes: dict[str, Any], path: Path) -> dict[str, float]:
-    metrics = notes.get("metrics", {})
-    if isinstance(metrics, dict) and all(map(is_number, metrics.values())):
-        return metrics
-    raise damaged(path, metrics, REMEDY)
+    stored = notes.get("metrics", {})
+    metrics = numbers(stored)
+    if metrics is None:
+        raise damaged(path, stored, REMEDY)
+    return metrics
 
 
 def _is_repository(path: Path) -> bool:

@@ -93,7 +93,12 @@ def predict_windows(
 
 
 def predict_large(
-    model: Callable[[Grids], GridOutputs], images: Grids, window: Sequence[int], overlap: float
+    model: Callable[[Grids], GridOutputs],
+    images: Grids,
+    window: Sequence[int],
+    overlap: float,
+    *,
+    batch_size: int = 4,
 ) -> GridOutputs:
     """Apply a model to grids, window by window if they are larger than a window.
 
@@ -102,11 +107,12 @@ def predict_large(
         images: Grids of any size, of shape [B, channels, *sides].
         window: Size of the window along each axis; () applies the model to whole grids.
         overlap: As for `predict_windows`.
+        batch_size: As for `predict_windows`.
     """
     sides = images.shape[2:]
     if not window or all(side <= size for side, size in zip(sides, window, strict=True)):
         return model(images)
-    return predict_windows(model, images, window, overlap=overlap)
+    return predict_windows(model, images, window, overlap=overlap, batch_size=batch_size)
 
 
 def _slices(side: int, size: int, overlap: float) -> list[slice]:

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from onescan.checkpoint.files import write_atomically
 from onescan.checks import check_positive
 from onescan.configs import to_dict
 from onescan.layers.mixers import LinearDiffusionMixerConfig, MixerConfig
@@ -375,13 +376,7 @@ def _write(
     config = {"type": type(model.config).__name__} | to_dict(model.config)
     for name, value in {"config": config, **metadata}.items():
         onnx.model.metadata_props[name] = json.dumps(value)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        onnx.save(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, onnx.save)
 
 
 def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) -> Any:

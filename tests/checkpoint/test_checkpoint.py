@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from hashlib import sha256
 from pathlib import Path
 from time import sleep
 
@@ -36,9 +38,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import onescan
 from onescan import __version__, allocation, configs
 from onescan.checkpoint import files, weights
-from onescan.experiments.tasks import ImageClassification
+from onescan.experiments.tasks import Evaluation, ImageClassification
 from onescan.experiments.training import distributed, evaluate, logging, read_metrics, train
-from onescan.experiments.training.folder import read_manifest, read_result
+from onescan.experiments.training.folder import (
+    read_manifest,
+    read_result,
+    write_json,
+    write_result,
+)
 from onescan.experiments.training.runs import build_task, run_config
 from onescan.experiments.training.state import last_state
 from onescan.inference.classification import classify
@@ -747,6 +754,34 @@ def test_removing_a_link_keeps_its_target(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
 
 
+@pytest.mark.parametrize(
+    ("path", "folder", "message"),
+    [
+        ("new/a.csv", False, None),
+        ("new/a", True, None),
+        ("a", True, None),
+        ("b", False, None),
+        ("a", False, "out is 'a', which is a folder, expected a file"),
+        ("b", True, "out is 'b', which is a file, expected a folder"),
+        ("b/c/d", False, "out is 'b/c/d', but b is not a folder"),
+        ("b/c/d", True, "out is 'b/c/d', but b is not a folder"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused(tmp_path, monkeypatch, path, folder, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("b").touch()
+    if message is not None:
+        with pytest.raises(ValueError, match=rf"^{message}$"):
+            files.check_writable("out", Path(path), folder=folder)
+        return
+    files.check_writable("out", Path(path), folder=folder)
+    writable = "a" if path == "a" else "."
+    monkeypatch.setattr("os.access", lambda folder, _: str(folder) != writable)
+    with pytest.raises(ValueError, match=f"^out is '{path}', but nothing can be written to "):
+        files.check_writable("out", Path(path), folder=folder)
+
+
 DAMAGED = {
     "result.json": (
         read_result,
@@ -776,6 +811,35 @@ def test_a_damaged_file_is_named(whole, tmp_path, name):
     (folder / name).unlink()
     (folder / "result.json").unlink(missing_ok=True)
     assert train(tiny_run(), folder).metrics == load(folder).metrics == whole.metrics
+
+
+def strict(text):
+    """Parse JSON like most other languages, which know no NaN."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(whole, tmp_path):
+    folder = copy(whole.folder, tmp_path)
+    result, path = folder / "result.json", folder / "model.safetensors"
+    metrics = {"loss": math.inf, "accuracy": 0.5}
+    write_result(folder, Evaluation(metrics=metrics, arrays={}), 12)
+    assert strict(result.read_text())["metrics"] == {"loss": None, "accuracy": 0.5}
+    assert str(read_result(folder).metrics) == "{'loss': nan, 'accuracy': 0.5}"
+    notes = {"step": 12, "metrics": {"loss": math.nan}}
+    weights.save_weights(path, weights.read_weights(path)[0], notes)
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert strict(file.metadata()["onescan"])["metrics"] == {"loss": None}
+    assert str(load(folder).metrics) == "{'loss': nan}"
+    write_json(result, {"loss": math.nan, "top": [1.0, -math.inf]})
+    assert strict(result.read_text()) == {"loss": None, "top": [1.0, None]}
+    text = '{"steps": 12, "metrics": {"loss": NaN}'  # as earlier versions wrote it
+    checksum = sha256(f"{text}}}".encode()).hexdigest()[:16]
+    result.write_text(f'{text}, "checksum": "{checksum}"}}\n')
+    assert str(read_result(folder).metrics) == "{'loss': nan}"
 
 
 @pytest.mark.parametrize("value", ["low", 10**400, [1.0], {}])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import pkgutil
 import subprocess
 import sys
@@ -135,6 +136,12 @@ def test_loading_refuses_what_does_not_fit(data, says):
 def test_saving_refuses_what_json_has_no_type_for():
     with pytest.raises(ValueError, match=r"rack\.teeth is a set, which a config cannot contain"):
         configs.to_dict(_unchecked(TrainConfig(name="t"), rack=_unchecked(RackConfig(), teeth={1})))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_saving_refuses_numbers_that_json_cannot_represent(value):
+    with pytest.raises(ValueError, match=rf"^gauge\[1\] is {value}, expected a finite number$"):
+        configs.to_dict(TrainConfig(name="t", gauge=(1.0, value)))
 
 
 def test_replace_reaches_nested_fields():

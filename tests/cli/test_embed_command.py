@@ -1,5 +1,6 @@
 """`onescan embed`: the file that it writes, what it reads, and how it fails."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -265,7 +266,7 @@ def test_options_for_texts_are_refused_for_images(capsys):
 def test_predict_checks_the_output_first(out, capsys, monkeypatch):
     Image.new("L", (8, 8)).save("a.png")
     Path("folder.csv").mkdir()
-    monkeypatch.setattr("onescan.inference.classification.classify", None)
+    monkeypatch.setattr("onescan.inputs.read_image", None)
     assert main(["predict", DIGITS, "a.png", "--out", out]) == 2
     assert f"--out is '{out}', " in capsys.readouterr().err
 
@@ -286,6 +287,61 @@ def test_predict_reads_the_lines_of_text_files(capsys, monkeypatch):
     assert shown.err.startswith("skipped: new.txt, line 3: the text is empty\n")
     assert main(["predict", "run", "no.txt"]) == 2
     assert capsys.readouterr().err == "onescan: error: there is no file no.txt\n"
+
+
+def test_predictions_of_texts_have_the_row_of_the_table(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda _: classifier())
+    Path("a.csv").write_text("id,body\n1,the cat\n\n2,\n3,a dog\n")
+    Path("b.jsonl").write_text('{"body": "on"}\n\n{"body": "a\\nmat"}\n')
+    Path("c.txt").write_text("\n".join(LINES), encoding="utf-8")
+    given = ["a.csv", "b.jsonl", "a text", "c.txt"]
+    assert main(["predict", "run", *given, "--top-k", "1", "--out", "out.json"]) == 0
+    rows = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert [*rows[0]] == ["path", "row", "text", "class", "confidence"]
+    expected = [("a.csv", 0, "the cat"), ("a.csv", 2, "a dog")]
+    expected += [("b.jsonl", 0, "on"), ("b.jsonl", 1, "a\nmat"), (None, None, "a text")]
+    expected += [("c.txt", row, line) for row, line in enumerate(LINES) if line.strip()]
+    assert [tuple(row.values())[:3] for row in rows] == expected
+    assert main(["predict", "run", *given[:2], "--out", "out.csv"]) == 0
+    with Path("out.csv").open(newline="") as predicted, Path("a.csv").open(newline="") as table:
+        bodies = [row["body"] for row in csv.DictReader(table)]
+        for row in csv.DictReader(predicted):
+            assert row["path"] == "b.jsonl" or bodies[int(row["row"])] == row["text"]
+
+
+def test_predictions_do_not_depend_on_the_batch_size(monkeypatch):
+    source, batches = load(DIGITS), []
+    source.model.register_forward_pre_hook(lambda _, inputs: batches.append(len(inputs[0])))
+    monkeypatch.setattr(loading, "load", lambda _: source)
+    np.savez("x.npz", x=np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1), np.uint8))
+    Path("folder").mkdir()
+    for i in range(3):
+        Image.new("L", (8 + i, 8), 80 * i).save(f"folder/{i}.png")
+    found = []
+    for options in ([], ["--batch-size", "3", "--device", "cpu", "--backend", "torch"]):
+        batches.clear()
+        argv = ["predict", "run", "folder", "x.npz", *options, "--out", "out.json"]
+        assert main(argv) == 0
+        found.append(([*batches], json.loads(Path("out.json").read_text())))
+    (all_at_once, expected), (in_threes, rows) = found
+    assert (all_at_once, in_threes) == ([8], [3, 3, 2])
+    assert [row["path"] for row in rows[:5]] == [f"x.npz[{i}]" for i in range(5)]
+    for row, same in zip(rows, expected, strict=True):
+        assert row.pop("confidence") == pytest.approx(same.pop("confidence"), abs=2e-6)
+        assert row["class"] == same["class"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch-size", "0"), "--batch-size is 0, expected a whole number of at least 1"),
+        (("--device", "x"), "device is 'x', expected auto, cpu, cuda, ..."),
+    ],
+)
+def test_predict_checks_the_options_first(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load", None)
+    assert main(["predict", DIGITS, "a.png", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_rows_with_lone_surrogates_are_skipped(capsys):

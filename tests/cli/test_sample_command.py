@@ -249,7 +249,7 @@ def test_mistakes_are_reported_before_writing(sample, tmp_path, argv, out, messa
 def test_existing_paths_of_the_other_kind_are_rejected(run, sample, tmp_path, capsys):
     (tmp_path / "a.png").mkdir()
     (tmp_path / "file").write_text("")
-    assert "expected a file name" in sample(out="a.png", code=2)
+    assert "which is a folder, expected a file" in sample(out="a.png", code=2)
     assert "expected a folder" in sample(out="file", code=2)
     assert main(["sample", str(run), "--out", ""]) == 2
     assert "--out is empty" in capsys.readouterr().err

@@ -1,11 +1,16 @@
 """Prediction window by window: exact where windows do not matter, and weighted means elsewhere."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
+from onescan.inference.dense import predict_map
+from onescan.inference.loading import Checkpoint
 from onescan.inference.windows import predict_windows
+from onescan.inputs import ArrayFormat
+from onescan.inputs.targets import Target
 from onescan.layers.mixers import LightNetMixerConfig
 from onescan.models.dense_predictor import DensePredictorConfig
 
@@ -93,3 +98,27 @@ def test_impossible_windows_are_errors(changes, message):
     arguments = {"model": lambda x: x, "images": torch.zeros(1, 1, 4, 4), "window": 2}
     with pytest.raises(ValueError, match=message):
         predict_windows(**{**arguments, **changes})
+
+
+def test_maps_are_predicted_in_batches_of_windows():
+    batches = []
+
+    class Counting(torch.nn.Conv1d):
+        def forward(self, x):
+            batches.append(len(x))
+            return super().forward(x)
+
+    checkpoint = Checkpoint(
+        folder=Path("nowhere"),
+        run={"task": {"window": [4], "window_overlap": 0.0}},
+        model=Counting(1, 2, 1),
+        format=ArrayFormat(channels=1, shape=(28,), mean=(0.0,), std=(1.0,)),
+        class_names=("a", "b"),
+        target=Target(kind="class_map"),
+        metrics={},
+    )
+    grid = torch.randn(1, 1, 28)
+    torch.testing.assert_close(
+        predict_map(checkpoint, grid, batch_size=5), predict_map(checkpoint, grid)
+    )
+    assert batches == [5, 2, 4, 3]

@@ -126,11 +126,12 @@ class ImageReader:
         """Read a batch: pixels as bytes, and labels.
 
         With `on_error="skip"`, an unreadable image with a seed is replaced by the next readable
-        one of the batch, so that a training batch keeps its size. One without a seed is left out.
+        one of the batch, so that a training batch keeps its size. One without a seed is left out,
+        even if no image of the batch remains.
 
         Raises:
-            ValueError: If an image cannot be read and `on_error` is "raise", or if no image of the
-                batch can be read.
+            ValueError: If an image cannot be read and `on_error` is "raise", or if no image of a
+                training batch can be read.
         """
         decoded: dict[int, UInt8[Tensor, "channels height width"]] = {}
         failures = []
@@ -142,7 +143,7 @@ class ImageReader:
                 failures.append(f"{image.name} {error}")
                 if self.on_error == "raise":
                     raise ValueError(failures[-1]) from error
-        if not decoded:
+        if not decoded and any(seed is not None for seed in seeds):
             raise ValueError(f"none of a batch's {len(images)} images can be read: {failures[0]}")
         readable = list(decoded)
         used = [
@@ -150,8 +151,12 @@ class ImageReader:
             for index, seed in enumerate(seeds)
             if index in decoded or seed is not None
         ]
-        labels = torch.tensor([images[index].label for index in used])
-        return LoadedBatch((torch.stack([decoded[i] for i in used]), labels), tuple(failures))
+        size = (self.format.channels, self.format.height, self.format.width)
+        pixels = torch.empty(len(used), *size, dtype=torch.uint8)
+        for row, index in enumerate(used):
+            pixels[row] = decoded[index]
+        labels = torch.tensor([images[index].label for index in used], dtype=torch.long)
+        return LoadedBatch((pixels, labels), tuple(failures))
 
 
 class ImageSet(DataSet):

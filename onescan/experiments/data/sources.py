@@ -185,7 +185,7 @@ class FolderCount:
         return printable(f"{files} in {folder!r} {are} left out: {kinds}")
 
 
-def _walk_all(folder: str) -> Iterator[tuple[str, bool]]:
+def walk_all(folder: str) -> Iterator[tuple[str, bool]]:
     """Yield the files below a folder, and whether they or a folder on the way are hidden."""
     for file in walk(folder, with_hidden=True):
         parts = Path(file[len(folder) :]).parts
@@ -197,7 +197,7 @@ def images_below(folder: str) -> list[str]:
     count = FolderCount()
     images = [
         file
-        for file, is_hidden in _walk_all(folder)
+        for file, is_hidden in walk_all(folder)
         if count.keeps(file, is_image_name(file), is_hidden=is_hidden)
     ]
     report_left_out({folder: count})
@@ -283,7 +283,7 @@ def _images_by_class(
     """Group the images of a split by the first folder that they are in, if they have labels."""
     classes: dict[str, list[str]] = defaultdict(list)
     counts: dict[str, FolderCount] = defaultdict(FolderCount)
-    for file, is_hidden in _walk_all(folder):
+    for file, is_hidden in walk_all(folder):
         name, *below = file[len(folder) :].lstrip(os.sep).split(os.sep, maxsplit=1)
         count = counts[name if below else ""]
         if not count.keeps(file, is_image_name(file), is_hidden=is_hidden):
@@ -561,7 +561,7 @@ def find_source(path: str, name: str | None) -> DatasetSource:
     elif found := [Path(file) for file in walk(str(source)) if file.endswith(".parquet")]:
         files = parquet_splits(source, sorted(found))
         count = FolderCount()
-        for file, is_hidden in _walk_all(str(source)):
+        for file, is_hidden in walk_all(str(source)):
             count.keeps(file, file.endswith(".parquet"), is_hidden=is_hidden)
         notes = tuple(report_left_out({path: count}))
     else:

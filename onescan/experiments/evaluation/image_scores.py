@@ -273,7 +273,8 @@ class Accumulator(nn.Module):
                     raise ValueError(
                         f"{source.name}: images {start} to {stop} contain NaN or infinity"
                     )
-                self.add(round_to_bytes(images), labels)
+                if len(images):  # unreadable ones are left out
+                    self.add(round_to_bytes(images), labels)
                 self.position.fill_(stop)
                 bar.update(stop - start)
                 is_last = self.is_done or interrupts.requested

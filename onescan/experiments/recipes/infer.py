@@ -661,8 +661,12 @@ def _survey(train: ImageDataset) -> tuple[list[tuple[int, int]], int]:
         sizes.append((header.height, header.width))
         is_gray = is_gray and header.is_gray
     if not sizes:
-        raise ValueError(f"none of {len(_sample(len(train)))} sampled images can be read")
+        raise _nothing_readable(train)
     return sizes, 1 if is_gray else 3
+
+
+def _nothing_readable(train: ImageSet) -> ValueError:
+    return ValueError(f"none of {len(_sample(len(train)))} sampled images can be read")
 
 
 def _sample(count: int) -> list[int]:
@@ -689,6 +693,8 @@ def _statistics(train: ImageSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
     groups = [indices[start : start + 32] for start in range(0, len(indices), 32)]
     batches = (train.read([Example(i) for i in group]).batch[0] for group in groups)
     values: Pixels = torch.cat([unit_pixels(batch) for batch in batches])
+    if not len(values):
+        raise _nothing_readable(train)
     per_channel = values.transpose(0, 1).flatten(1).double()
     mean, std = per_channel.mean(dim=1), per_channel.std(dim=1, correction=0)
     std = torch.where(std > MIN_STD, std, 1.0)

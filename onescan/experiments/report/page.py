@@ -1,6 +1,5 @@
 """Render self-contained HTML pages from one template, and write them to files."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.files import check_writable, write_atomically
 
 MARK = b'<meta name="generator" content="onescan">'
 HEAD = 1024  # number of bytes at the start of a page that contain the mark
@@ -156,16 +155,10 @@ def check_report_path(path: Path) -> None:
     """Check before a long training run that its report can be written.
 
     Raises:
-        ValueError: If the path holds something that onescan did not write, or if a parent of it
-            is a file.
+        ValueError: If the path holds something that onescan did not write, or if nothing can be
+            written to it.
     """
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, expected a file name")
-    parent = next(folder for folder in path.parents if folder.exists())
-    if not parent.is_dir():
-        raise ValueError(f"{path} cannot be written: {parent} is a file, expected a folder")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: nothing can be written to {parent}")
+    check_writable("the path of the report", path)
     if path.exists() and not (path.is_file() and _is_ours(path)):
         raise ValueError(f"{path} was not written by onescan: choose another name")
 

@@ -94,16 +94,22 @@ class Forecasting(Task):
             "labels": future,
             "predictions": self.format.predictions(outputs.cpu(), context),
             "series": series,
-            "losses": losses.flatten(1).nanmean(dim=1),
+            "losses": losses.flatten(1).nansum(dim=1),
+            "observed": (~losses.isnan()).flatten(1).sum(dim=1),
         }
 
     def evaluate(self, rows: Rows) -> Evaluation:
-        """Evaluate the forecasts, and those of the baselines for the same windows."""
+        """Evaluate the forecasts, and those of the baselines for the same windows.
+
+        All metrics, and the loss, weight each observed value equally, so that windows with missing
+        values count less.
+        """
         metrics = self.scores(rows, rows["predictions"])
         for name, predictions in self.baselines.items():
             scores = self.scores(rows, predictions)
             metrics |= {f"{name}_{metric}": score for metric, score in scores.items()}
-        return Evaluation(metrics=metrics | {"loss": rows["losses"].mean().item()}, arrays=rows)
+        loss = (rows["losses"].double().sum() / rows["observed"].sum()).item()
+        return Evaluation(metrics=metrics | {"loss": loss}, arrays=rows)
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the negative MASE, or MAE if MASE is not defined because series are constant."""

@@ -23,13 +23,11 @@ from onescan.experiments.data.image_dataset import MIN_CLASSES
 from onescan.experiments.tasks.base import Batch, Evaluation, Metrics, Rows, TaskConfig
 from onescan.experiments.tasks.distillation import DistillationConfig
 from onescan.experiments.tasks.grid import GridTask, check_target
-from onescan.inference.classification import _check_classifier
 from onescan.inputs import GridFormat
-from onescan.inputs.targets import CLASSES, Target
 from onescan.shapes import GridKeep, Grids, Logits
 
 TOP = 5
-ROWS = 64  # arrays that are read at once by `classify_arrays`
+ROWS = 64  # arrays that are read at once
 MANY_CLASSES = 100  # from which the top-5 accuracy is reported
 
 
@@ -157,30 +155,6 @@ class ImageClassification(GridTask):
             )
         logits, distilled = (self._checked(part, images) for part in output)
         return logits, distilled
-
-
-@torch.no_grad()
-def classify_arrays(
-    model: nn.Module, data: ArrayDataset, format: GridFormat, target: Target = CLASSES
-) -> Iterator[Float[Tensor, " outputs"]]:
-    """Yield the probability of each class or label, or the values, of each example, in order.
-
-    Args:
-        model: Model in evaluation mode, as `load` returns it.
-        data: Examples as `onescan.experiments.data.arrays.read_inputs` returns them.
-        format: Format that the model was trained on, as `load` returns it.
-        target: What the model predicts, as `load` returns it.
-
-    Raises:
-        ValueError: If a value is not finite, or the model is not a classifier; or if it was trained
-            on bytes, and the examples are not in the range of pixels.
-    """
-    _check_classifier(model)
-    device = next(model.parameters()).device
-    for values, keep in read_arrays(data, format):
-        values = values.to(device)
-        outputs = model(values) if keep is None else model(values, keep=keep.to(device))
-        yield from target.predictions(outputs).cpu()
 
 
 def read_arrays(data: ArrayDataset, format: GridFormat) -> Iterator[tuple[Grids, GridKeep | None]]:

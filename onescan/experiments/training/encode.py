@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from onescan import __version__, configs
-from onescan.checkpoint.files import PARTIAL
+from onescan.checkpoint.files import PARTIAL, check_writable
 from onescan.checkpoint.weights import save_weights
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data import (
-    DataSet,
     Example,
     ImageDatasetConfig,
     ImageSet,
     ImageStream,
-    LoadedBatch,
     batched,
 )
 from onescan.experiments.data.latents import (
@@ -119,10 +117,7 @@ def encode(
     splits = data.build()
     if isinstance(splits.train, ImageStream):
         raise ValueError("data.streaming is on, expected off, because images are read by index")
-    sets = {
-        split: _Readable(getattr(splits, split), splits.format, skip=data.on_error == "skip")
-        for split in SPLITS
-    }
+    sets = {split: getattr(splits, split) for split in SPLITS}
     vae = load_vae(config.vae)
     noted = list(splits.notes)
     notes = LatentNotes(
@@ -159,33 +154,10 @@ def encode(
 
 
 @dataclass(frozen=True)
-class _Readable(DataSet):
-    """Images, without unreadable ones if `skip`, even if no image of a batch can be read."""
-
-    images: ImageSet
-    format: ImageFormat
-    skip: bool
-    decodes = True
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, examples: Sequence[Example]) -> LoadedBatch:
-        try:
-            return self.images.read(examples)
-        except ValueError as error:
-            if not self.skip:
-                raise
-            format = self.format
-            none = torch.zeros(0, format.channels, format.height, format.width, dtype=torch.uint8)
-            return LoadedBatch((none, torch.zeros(0, dtype=torch.long)), (str(error),))
-
-
-@dataclass(frozen=True)
 class _SplitEncoder:
     """Encodes one split in its stored order, shard by shard."""
 
-    images: _Readable
+    images: ImageSet
     split: Split
     notes: LatentNotes
     config: EncodeConfig
@@ -329,9 +301,8 @@ def _source(data: ImageDatasetConfig) -> dict[str, Any]:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ValueError if a path is a file, or a folder that holds anything but latents."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder for the latents")
+    """Raise ValueError if a path cannot be written, or is a folder of anything but latents."""
+    check_writable("out", out, folder=True)
     if not out.exists() or (out / NOTES).exists():
         return
     if others := [p.name for p in out.iterdir() if p.name != LOCK and p.suffix != PARTIAL]:

@@ -39,7 +39,8 @@ def evaluate(
         progress: Show a progress bar on stderr.
 
     Raises:
-        ValueError: If there are no held-out examples, or one cannot be read.
+        ValueError: If there are no held-out examples, if none can be read, or if one cannot be read
+            and unreadable examples are not skipped.
     """
     ranks = ranks or Ranks()
     sizes: list[int] = []  # examples of each batch, of all processes
@@ -60,9 +61,11 @@ def evaluate(
     if not ordered:
         raise ValueError("there are no held-out examples to evaluate the model on")
     rows = {name: torch.cat([part[name] for part in ordered]) for name in ordered[0]}
-    left_out = sum(sizes) - len(next(iter(rows.values())))
+    readable = len(next(iter(rows.values())))
+    if not readable:
+        raise ValueError(f"none of the {sum(sizes):,} held-out {task.unit} can be read")
     evaluation = ranks.first(lambda: task.evaluate(rows))  # bit-identical in all processes
-    return dataclasses.replace(evaluation, left_out=left_out)
+    return dataclasses.replace(evaluation, left_out=sum(sizes) - readable)
 
 
 @torch.no_grad()
@@ -88,9 +91,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def _predict(
     model: nn.Module, task: Task, batch: Batch, precision: Precision, device: torch.device
 ) -> Rows:
+    count = len(batch[0])
+    if not count:  # no example could be read; apply the model anyway, as other processes may wait
+        batch = tuple(x.new_full((1, *x.shape[1:]), x.dtype == torch.bool) for x in batch)
     with autocast(precision, device):
         rows = task.predict(model, task.to_device(batch, device))
-    return {name: row.cpu() for name, row in rows.items()}
+    return {name: row[:count].cpu() for name, row in rows.items()}
 
 
 def _with_progress(batches: Iterable[Batch], task: Task, ranks: Ranks) -> Iterator[Batch]:

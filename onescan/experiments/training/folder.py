@@ -30,8 +30,9 @@ from onescan.checkpoint.files import (
     PARTIAL,
     check_regular,
     damaged,
+    finite,
     from_json,
-    is_number,
+    numbers,
     partial_of,
     remove,
     remove_from,
@@ -298,11 +299,10 @@ def read_result(folder: Path) -> RunResult | None:
     check_regular(path)
     data = from_json(path.read_bytes(), path, RECREATE)
     match data:
-        case {"steps": int(steps), "metrics": dict(metrics)} if metrics:
-            if all(map(is_number, metrics.values())):
-                arrays, _ = read_weights(folder / EVALUATION, RECREATE)
-                evaluation = Evaluation(metrics=metrics, arrays=arrays)
-                return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
+        case {"steps": int(steps), "metrics": stored} if metrics := numbers(stored):
+            arrays, _ = read_weights(folder / EVALUATION, RECREATE)
+            evaluation = Evaluation(metrics=metrics, arrays=arrays)
+            return RunResult(folder=folder, evaluation=evaluation, steps=steps, reused=True)
     raise damaged(path, data, RECREATE)
 
 
@@ -401,8 +401,11 @@ def _check_same_run(folder: Path, manifest: Manifest, run: RunConfig) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write JSON types to a file atomically, replacing an older file."""
-    text = json.dumps(data, indent=2) + "\n"
+    """Write JSON types to a file atomically, replacing an older file.
+
+    Numbers that are not finite become null.
+    """
+    text = json.dumps(finite(data), indent=2) + "\n"
     write_text_atomically(path, text)
 
 

@@ -4,7 +4,6 @@ Data, loss, metrics and evaluation are those of onescan's own tasks. Adapters gi
 model the interface of a native model, which these tasks expect.
 """
 
-import json
 import math
 import os
 import re
@@ -19,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from onescan.checkpoint.files import write_atomically, write_text_atomically
+from onescan.checkpoint.files import check_writable, write_atomically
 from onescan.checkpoint.hub import find_folder
 from onescan.checkpoint.run_folder import LINEARIZED
 from onescan.checks import LOAD_ERRORS, check_choice, check_positive, check_whole, in_a_line
@@ -38,6 +37,7 @@ from onescan.experiments.tasks import (
 )
 from onescan.experiments.training.data import Loader, choose_workers
 from onescan.experiments.training.evaluation import evaluate
+from onescan.experiments.training.folder import write_json
 from onescan.experiments.training.linearize import Linearized, Report, linearize
 from onescan.experiments.training.processed_images import image_format, open_images, pair
 from onescan.inference.loading import is_run
@@ -159,9 +159,7 @@ def _check(source: str, data: str, out: Path, config: LinearizeConfig) -> dict[s
     )
     if os.path.lexists(out):
         raise FileExistsError(f"{out} already exists, expected a new folder")
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
+    check_writable("out", out, folder=True)
     if (run_path := Path(resolve(source))).exists() and is_run(run_path):
         raise ValueError(
             f"model {source!r} is a native onescan model, expected a transformers model; if it has "
@@ -207,7 +205,7 @@ def _save(
             name: losses[-1:] for name, losses in outcome.linearized.transfer_losses.items()
         },
     }
-    write_text_atomically(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    write_json(folder / RESULTS, results)
 
 
 def _load(source: str) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from onescan.checkpoint.files import (
     check_regular,
     damaged,
     from_json,
-    is_number,
+    numbers,
     remove_from,
     to_json,
     write_atomically,
@@ -76,9 +76,9 @@ def _parse(content: bytes, source: str) -> dict[str, Any]:
         case {"step": int(), "epoch": int() | float(), "split": split, **metrics} if (
             split in get_args(Split)
         ):
-            numbers = (line["step"], line["epoch"], *metrics.values())
-            if all(number is None or is_number(number) for number in numbers):
-                return {name: math.nan if x is None else x for name, x in line.items()}
+            read = numbers({"step": line["step"], "epoch": line["epoch"], **metrics})
+            if read is not None:
+                return line | read
     raise damaged(source, line, remedy)
 
 
@@ -114,7 +114,7 @@ class Records:
         self.evaluated = max((line["step"] for line in evaluations), default=0)
         last = evaluations[-1] if evaluations else {}
         self.metrics = {name: x for name, x in last.items() if name not in NO_METRICS}
-        text = "".join(map(_format, kept_lines))
+        text = "".join(map(to_json, kept_lines))
         write_text_atomically(folder / METRICS, text)
         self.file = (folder / METRICS).open("a", encoding="utf-8", newline="\n")
         self.trackers = open_trackers(run.machine.trackers, folder=folder, run=run, step=upto)
@@ -125,7 +125,7 @@ class Records:
             return
         line = {"step": step, "epoch": round(epoch, 4), "split": split} | metrics
         with writing(self.folder):
-            self.file.write(_format(line))
+            self.file.write(to_json(line))
             self.file.flush()
         self.trackers.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
         if split == "test":
@@ -148,13 +148,6 @@ class Records:
         """Close the file and the trackers."""
         self.file.close()
         self.trackers.close()
-
-
-def _format(line: Mapping[str, Any]) -> str:
-    finite = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
-    }
-    return to_json(finite)  # JSON has no NaN and no infinity
 
 
 # Experiment trackers

@@ -126,7 +126,7 @@ def train(
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(machine.device, timeout=machine.timeout))
         is_replaced = ranks.first(lambda: check_run_dir(folder, run, overwrite=overwrite))
-        finished = None if is_replaced else ranks.first(lambda: _finished(folder))
+        finished = None if is_replaced else ranks.first(lambda: _finished(folder, settings))
         if finished:
             return finished
         device = choose_device(machine.device, ranks)
@@ -475,7 +475,8 @@ class Loop:
             with state.additional_ema.swapped_into(state.model):
                 ema_metrics = self.evaluate_model().metrics
             prefixed = {f"{EMA_PREFIX}{name}": value for name, value in ema_metrics.items()}
-            evaluation = replace(evaluation, metrics=evaluation.metrics | prefixed)
+            metrics = evaluation.metrics | prefixed | evaluation.metrics  # a class may be "ema"
+            evaluation = replace(evaluation, metrics=metrics)
         self.metrics = evaluation.metrics
         self.shown_metrics |= {f"test_{name}": value for name, value in self.metrics.items()}
         unreadable = {"unreadable": evaluation.left_out} if evaluation.left_out else {}
@@ -525,10 +526,15 @@ class Loop:
         metrics = {
             metric.removeprefix(prefix): value
             for metric, value in self.metrics.items()
-            if is_current and metric.startswith(EMA_PREFIX) == bool(prefix)
+            if is_current and self.is_ema_metric(metric) == bool(prefix)
         }
         notes = {"step": self.state.step, "metrics": metrics}
         self.ranks.first(lambda: save_weights(self.folder / name, weights, notes))
+
+    def is_ema_metric(self, name: str) -> bool:
+        """Return whether a metric is the EMA's, rather than that of a class called ema."""
+        has_prefix = self.state.additional_ema is not None and name.startswith(EMA_PREFIX)
+        return has_prefix and f"{EMA_PREFIX}{name}" not in self.metrics
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers, such as running statistics, to all processes."""
@@ -688,13 +694,15 @@ def _restore(folder: Path, state: TrainingState, ranks: Ranks) -> None:
         state.best = -math.inf  # that evaluation will be repeated
 
 
-def _finished(folder: Path) -> RunResult | None:
+def _finished(folder: Path, settings: TrainingConfig) -> RunResult | None:
     """Return a finished run's result; None if its EMA can be recreated from the last state."""
-    result = read_result(folder)
-    has_ema = result is not None and any(name.startswith(EMA_PREFIX) for name in result.metrics)
-    if has_ema and not (folder / AVERAGE).exists() and last_state(folder):
+    if (
+        settings.reported_weights == "raw"
+        and not (folder / AVERAGE).exists()
+        and last_state(folder)
+    ):
         return None
-    return result
+    return read_result(folder)
 
 
 def _step_of_best(weights: Path) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from PIL.Image import Image
 
-from onescan.checkpoint.files import write_atomically
+from onescan.checkpoint.files import check_writable, write_atomically
 from onescan.checks import check_choice, check_positive
 from onescan.experiments.data import batched, derive_seed
 from onescan.experiments.data.image_grid import (
@@ -173,14 +172,7 @@ def check_out(out: Path) -> None:
             f"out is '{out}', expected a name that ends in {GRID} for one grid or in {ARRAY} for "
             "an array, or a folder for one file each"
         )
-    if out.suffix and out.is_dir():
-        raise ValueError(f"out is '{out}', which is a folder, expected a file name")
-    if not out.suffix and out.exists() and not out.is_dir():
-        raise ValueError(f"out is '{out}', which is a file, expected a folder")
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    parent = parent.parent if out.suffix and parent == out else parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"out is '{out}', but nothing can be written to {parent}")
+    check_writable("out", out, folder=not out.suffix)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -456,6 +456,16 @@ def test_an_unreadable_image_raises_or_is_left_out_of_an_evaluation(tmp_path):
     assert len(loaded.failures) == 1
 
 
+def test_no_image_of_an_evaluation_batch_may_be_readable(tmp_path):
+    images = build(damaged(tmp_path, [1, 2]), on_error="skip").test
+    loaded = read(images, places=[1, 2])
+    assert [(x.shape, x.dtype) for x in loaded.batch] == [
+        ((0, 3, 4, 4), torch.uint8),
+        ((0,), torch.int64),
+    ]
+    assert len(loaded.failures) == 2
+
+
 def test_the_next_readable_image_replaces_one_in_training(tmp_path):
     images = build(damaged(tmp_path, [2, 3]), on_error="skip").train
     loaded = read(images, places=[3, 1, 2, 3, 7], seed=5)

@@ -1,5 +1,6 @@
 """Images with masks: folders, sizes, classes, splits, and the recipe that reads them."""
 
+import logging
 import re
 from dataclasses import replace
 
@@ -77,6 +78,48 @@ def test_splits_in_folders_are_used(tmp_path):
     splits = config_of(tmp_path).build()
     assert (len(splits.train), len(splits.test)) == (1, 2)
     assert splits.train.pairs[0].image == tmp_path / "train" / "images" / "a.jpg"
+
+
+def test_names_of_folders_may_be_capitalized(tmp_path):
+    for split in ("Train", "VAL"):
+        add(tmp_path / split, "a")
+        for name in ("images", "masks"):
+            (tmp_path / split / name).rename(tmp_path / split / name.capitalize())
+    splits = config_of(tmp_path).build()
+    assert splits.test.pairs[0].mask == tmp_path / "VAL" / "Masks" / "a.png"
+    assert splits.notes == ("the test images are those in VAL",)
+    assert isinstance(
+        adapt(find_recipe("segmenter")(), {"data.path": str(tmp_path)}).data, MaskFolderConfig
+    )
+
+
+def test_files_that_are_left_out_are_counted_by_folder_and_suffix(tmp_path, caplog, monkeypatch):
+    for split in ("train", "val", "test"):
+        add(tmp_path / split, "a")
+    add(tmp_path / "train" / "images", "b")
+    images, masks = (tmp_path / "train" / name for name in ("images", "masks"))
+    Image.new("L", SIZE).save(masks / "c.png")
+    for file in (images / "d.HEIC", images / ".e.jpg", images / ".f", masks / "notes.txt"):
+        file.touch()
+    (images / "g.png").mkdir()
+    (tmp_path / "README.md").touch()
+    with caplog.at_level(logging.WARNING, "onescan"):
+        splits = config_of(tmp_path).build()
+    assert len(splits.train) == len(splits.test) == 1
+    assert {*splits.notes} == {
+        f"1 of 1 file in '{images}/images' is left out: 1 .jpg",
+        f"1 of 1 file in '{images}/masks' is left out: 1 .png",
+        f"1 of 1 file in '{tmp_path}' is left out: 1 .md",
+        f"1 of 1 file in '{tmp_path}/test/images' is left out: 1 .jpg",
+        f"1 of 1 file in '{tmp_path}/test/masks' is left out: 1 .png",
+        f"2 of 3 files in '{images}' are left out: 1 hidden, 1 .heic",
+        f"2 of 3 files in '{masks}' are left out: 1 .png, 1 .txt",
+        f"masks without an image: {masks}/c.png",
+        "the test images are those in val",
+    }
+    assert {*caplog.messages} < {*splits.notes}
+    monkeypatch.chdir(tmp_path)
+    assert len(config_of(".").build().notes) == len(splits.notes)
 
 
 def test_palette_indices_ignored_and_binary_values(tmp_path):

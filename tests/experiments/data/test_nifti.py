@@ -595,7 +595,7 @@ def test_predict_takes_folders_and_refuses_other_files(folder, tmp_path, capsys)
         ((path / "images" / "e.nii.gz",), "cannot be read"),
         ((tmp_path / "two.nii.gz",), "two.nii.gz has 2 channels, expected 1"),
         ((path / "images", "--out", path / "images"), "would be overwritten"),
-        ((path / "images" / "a.nii.gz", "--out", tmp_path / "x.npz"), "expected a folder for .nii"),
+        ((path / "images" / "a.nii.gz", "--out", tmp_path / "x.npz"), "a file, expected a folder"),
         ((path / "images", path / "masks", "--out", maps), "would both be written to"),
     ):
         assert onescan("predict", tmp_path / "run", *given) == 2

@@ -347,6 +347,10 @@ def test_corrupt_images_say_how_to_skip_them(tmp_path):
             (tmp_path / name / f"{number}.png").write_text("no image")
     with pytest.raises(ValueError, match=r"--data\.on-error skip"):
         inferred("image_classifier", tmp_path)
+    skip = {"data.on_error": "skip"}
+    for given in (skip, skip | {"data.image_size": (8, 8), "data.channels": 3}):
+        with pytest.raises(ValueError, match="none of 13 sampled images can be read"):
+            inferred("image_classifier", tmp_path, given)
 
 
 def test_missing_path_says_what_to_give(capsys):

@@ -234,7 +234,10 @@ def test_missing_values_change_nothing(tmp_path):
         for i, quantile in enumerate(QUANTILES)
     ]
     assert loss.item() == pytest.approx(np.mean(losses), rel=1e-5)
-    rows = task.predict(model.eval(), task.to_device(read(task.test), CPU))
+    held_out = task.to_device(read(task.test), CPU)
+    rows = task.predict(model.eval(), held_out)
+    weighted = task.loss(model, held_out)[0].item()  # each observed value counts equally
+    assert task.evaluate(rows).metrics["loss"] == pytest.approx(weighted, rel=1e-5)
     filled = {**rows, "predictions": rows["predictions"].clone()}
     filled["predictions"].movedim(1, -1)[rows["labels"].isnan()] = 1e30
     assert task.scores(rows, filled["predictions"]) == task.scores(rows, rows["predictions"])
@@ -264,6 +267,7 @@ def test_metrics_equal_their_definitions(tmp_path):
         "predictions": torch.from_numpy(predicted),
         "series": series,
         "losses": torch.ones(len(true)),
+        "observed": torch.full((len(true),), HORIZON),
     }
     metrics = task.evaluate(rows).metrics
     errors = np.abs(true - predicted[:, 1])
@@ -473,7 +477,8 @@ def test_series_without_observed_values_have_empty_cells(tmp_path, capsys):
     x[-CONTEXT:, 0] = np.nan
     path = table_of(tmp_path / "a.csv", x)
     train(tiny(str(table_of(tmp_path / "b.csv")), epochs=1, batch_size=32), tmp_path / "run")
-    assert onescan("predict", tmp_path / "run", path, "--out", tmp_path / "f.csv") == 0
+    argv = ("predict", tmp_path / "run", path, "--out", tmp_path / "f.csv", "--batch-size", 1)
+    assert onescan(*argv) == 0
     assert (
         "a: no forecast, because no value of the last 12 steps is known" in capsys.readouterr().out
     )

@@ -532,8 +532,9 @@ def test_classes_are_trained_and_predicted(tmp_path, capsys):
     assert "Slices of a volume are arranged row by row" in text
     new = save(tmp_path / "new.npz", x=RNG.normal(size=(2, 5, 9, 4)).astype(np.float32))  # any size
     run = out / "seed-0"
-    for name in ("b.npz", "b.npy"):
-        assert onescan("predict", run, new, "--out", tmp_path / name) == 0
+    for name, size in (("b.npz", 4), ("b.npy", 1)):
+        argv = ("predict", run, new, "--out", tmp_path / name, "--batch-size", size)
+        assert onescan(*argv) == 0
     assert re.search(r"new\.npz\[1\]: (low|high) [\d.]+%", capsys.readouterr().out)
     classes = np.load(tmp_path / "b.npz")["classes"]
     assert (classes.shape, classes.dtype) == ((2, 5, 9, 4), np.uint8)

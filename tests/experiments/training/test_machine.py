@@ -12,6 +12,8 @@ from itertools import islice
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_denoiser import TINY
+from tiny_images import write_folders
 from tiny_run import (
     StripesConfig,
     TinyModelConfig,
@@ -24,15 +26,30 @@ from two_processes import lightnet_run
 
 from onescan import configs
 from onescan.cli import main
-from onescan.experiments.data import Example, ImageTensors, LoadedBatch
-from onescan.experiments.tasks import BatchPlan, ImageClassification
+from onescan.experiments.data import (
+    Example,
+    ImageDatasetConfig,
+    ImageTensors,
+    LoadedBatch,
+    PixelImageConfig,
+)
+from onescan.experiments.tasks import (
+    BatchPlan,
+    ImageClassification,
+    ImageClassificationConfig,
+    ImageGenerationConfig,
+    SequenceClassificationConfig,
+)
 from onescan.experiments.training import MachineConfig, data, evaluate, loop, read_metrics, train
 from onescan.experiments.training.data import Loader
 from onescan.experiments.training.folder import read_manifest
 from onescan.experiments.training.optim import EMA, build_scaler, underflowed
 from onescan.experiments.training.state import TrainingState
 from onescan.inference.loading import load
+from onescan.layers.basic import GLUConfig
+from onescan.layers.mixers import LightNetMixerConfig
 from onescan.layers.mixers.lightnet import LightNetMixer
+from onescan.models.sequence_classifier import SequenceClassifierConfig
 from onescan.ops.backend import preferred_backend
 
 
@@ -237,6 +254,31 @@ def test_weights_as_trained_are_reported_beside_the_ema(tmp_path, monkeypatch):
     assert train(run, tmp_path / "both").reused  # instead of training from scratch
 
 
+@pytest.mark.parametrize("reported", ["raw", "ema"])
+def test_a_class_may_be_called_ema(tmp_path, monkeypatch, reported):
+    evaluated = ImageClassification.evaluate
+
+    def with_classes(self, rows):
+        evaluation = evaluated(self, rows)
+        loss = evaluation.metrics["loss"]
+        by_class = {"ema_iou": loss / 2, "ema_cat_iou": loss / 3, "ema_loss": loss / 4}
+        return dataclasses.replace(evaluation, metrics=evaluation.metrics | by_class)
+
+    monkeypatch.setattr(ImageClassification, "evaluate", with_classes)
+    run = tiny_run(ema_decay=0.99, reported_weights=reported)
+    result = train(run, tmp_path)
+    assert train(run, tmp_path).reused
+    task = tiny_run().task.build(StripesConfig().build())
+    checkpoint = load(tmp_path)
+    assert checkpoint.metrics == evaluate(checkpoint.model, task).metrics
+    assert checkpoint.metrics.items() <= result.metrics.items()
+    if reported == "raw":
+        average = load(tmp_path / "ema.safetensors")
+        expected = evaluate(average.model, task).metrics
+        del expected["loss"]  # whose name is that of the loss of the class
+        assert average.metrics == expected
+
+
 def test_weights_as_trained_are_not_reported_beside_no_ema():
     with pytest.raises(ValueError, match=r"is raw, which requires training\.ema_decay"):
         tiny_run(reported_weights="raw")
@@ -422,6 +464,40 @@ def test_unreadable_test_examples_are_counted(tmp_path, monkeypatch):
     assert len(result.evaluation.arrays["labels"]) == 33 - 5
     assert read_metrics(tmp_path)[-1]["unreadable"] == 5
     assert set(result.metrics) == {"accuracy", "loss"}
+
+
+BYTES = {"vocab_size": 257, "width": 8, "depth": 1, "position": None, "mlp": GLUConfig()}
+IMAGE_TASKS = {
+    "classes": (ImageDatasetConfig, ImageClassificationConfig, TinyModelConfig(num_classes=2)),
+    "noise": (ImageDatasetConfig, ImageGenerationConfig, configs.replace(TINY, {"num_classes": 2})),
+    "pixels": (
+        PixelImageConfig,
+        SequenceClassificationConfig,
+        SequenceClassifierConfig(mixer=LightNetMixerConfig(num_heads=2), num_classes=2, **BYTES),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_TASKS)
+def test_no_image_of_an_evaluation_batch_may_be_readable(tmp_path, name):
+    data, task, model = IMAGE_TASKS[name]
+    path = write_folders(tmp_path, "train/cat", "train/dog", "test/cat", "test/dog", count=2)
+    for image in ("0.png", "1.png"):
+        (tmp_path / "test" / "cat" / image).write_bytes(b"no image")
+    gray = {"channels": 1, "mean": (0.5,), "std": (0.5,)} if data is ImageDatasetConfig else {}
+    splits = data(path=path, image_size=(4, 4), on_error="skip", **gray).build()
+    torch.manual_seed(0)
+    model = model.build().eval()
+    found, expected = (
+        evaluate(model, task(evaluation_batch_size=size).build(splits)) for size in (2, 4)
+    )
+    assert found.left_out == expected.left_out == 2
+    assert found.metrics == pytest.approx(expected.metrics)
+    assert found.metrics["loss"] > 0
+    for image in ("0.png", "1.png"):
+        (tmp_path / "test" / "dog" / image).write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"none of the 4 held-out (images|sequences) can be read"):
+        evaluate(model, task(evaluation_batch_size=2).build(splits))
 
 
 def test_errors_of_workers_are_raised_in_one_sentence(tmp_path, monkeypatch):
