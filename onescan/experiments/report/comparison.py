@@ -132,7 +132,7 @@ class Row:
         )
 
 
-def comparison_table(runs: Sequence[Path]) -> str:
+def comparison_table(runs: Sequence[str | Path]) -> str:
     """Format finished runs as a plain-text table with one row for each recipe.
 
     A last line warns if the recipes were trained on different data.
@@ -158,7 +158,7 @@ def comparison_table(runs: Sequence[Path]) -> str:
     return "\n".join(filter(None, [*lines, warning]))
 
 
-def write_comparison(runs: Sequence[Path], path: Path) -> Path:
+def write_comparison(runs: Sequence[str | Path], path: str | Path) -> Path:
     """Write a self-contained page with the table, curves and the settings that differ.
 
     Args:
@@ -172,6 +172,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> Path:
         ValueError: See `comparison_table`; also if another file exists at the path.
         OSError: If the page cannot be written. An existing page stays intact.
     """
+    path = Path(path)
     check_report_path(path)
     rows = read_rows(runs)
     count = plural(sum(len(row.runs) for row in rows), "run")
@@ -193,7 +194,7 @@ def write_comparison(runs: Sequence[Path], path: Path) -> Path:
 # Runs and the rows they belong to
 
 
-def read_rows(paths: Sequence[Path]) -> list[Row]:
+def read_rows(paths: Sequence[str | Path]) -> list[Row]:
     """Read finished runs and group them by recipe, in the order of their first appearance.
 
     Raises:
@@ -201,7 +202,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     """
     if not paths:
         raise ValueError("runs is empty, expected at least one finished run")
-    runs = [read_run(folder) for path in paths for folder in _run_folders(path)]
+    runs = [read_run(folder) for path in paths for folder in _run_folders(Path(path))]
     groups = []
     for recipe in _grouped(runs, _is_same_recipe):
         seeds_differ = len({run.seed for run in recipe}) == len(recipe)

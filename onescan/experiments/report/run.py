@@ -97,7 +97,7 @@ SectionOf = Callable[[RunGroup], Section]
 _over_epochs = partial(line_figure, x="epoch")
 
 
-def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
+def write_report(runs: Sequence[str | Path | RunResult], path: str | Path) -> Path:
     """Write a self-contained page about finished runs of one recipe.
 
     Args:
@@ -113,6 +113,7 @@ def write_report(runs: Sequence[Path | RunResult], path: Path) -> Path:
             changed, there is no report for their task, or another file exists at the path.
         OSError: If the page cannot be written. An existing page stays intact.
     """
+    path = Path(path)
     check_report_path(path)
     return page_of(read_run_group(runs)).write(path)
 

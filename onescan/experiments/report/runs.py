@@ -161,7 +161,7 @@ class SeedValues(NamedTuple):
         return f"{scale * self.mean:.{digits}f}{spread}"
 
 
-def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
+def read_run_group(runs: Sequence[str | Path | RunResult]) -> RunGroup:
     """Read finished runs of one recipe.
 
     Raises:
@@ -182,13 +182,13 @@ def read_run_group(runs: Sequence[Path | RunResult]) -> RunGroup:
     )
 
 
-def read_run(run: Path | RunResult) -> FinishedRun:
+def read_run(run: str | Path | RunResult) -> FinishedRun:
     """Read one finished run.
 
     Raises:
         ValueError: If the folder holds no run, or one that is not finished.
     """
-    folder = run.folder if isinstance(run, RunResult) else run
+    folder = run.folder if isinstance(run, RunResult) else Path(run)
     manifest = read_manifest(folder)
     result = run if isinstance(run, RunResult) else read_result(folder)
     if result is None:

@@ -15,7 +15,12 @@ from tiny_run import STEPS, TinyModelConfig, tiny_run
 from onescan.checkpoint.files import to_json
 from onescan.configs import to_dict
 from onescan.experiments.data import ImageDatasetConfig, MixConfig, RandomCropConfig
-from onescan.experiments.report import comparison, comparison_table, write_comparison
+from onescan.experiments.report import (
+    comparison,
+    comparison_table,
+    write_comparison,
+    write_report,
+)
 from onescan.experiments.report.comparison import (
     Axis,
     data_warning,
@@ -215,6 +220,13 @@ def test_page_has_table_and_settings(runs, tmp_path):
     assert html.count("<svg") == 8  # 4 charts over epochs, 4 over time
     for folder in (runs[0] / "seed-0", runs[0] / "seed-1", runs[1]):
         assert str(folder) in page.text
+
+
+def test_paths_may_be_strings(runs, tmp_path):
+    page, folders = str(tmp_path / "compare.html"), [str(run) for run in runs]
+    assert write_comparison(folders, page) == tmp_path / "compare.html"
+    assert comparison_table(folders) == comparison_table(runs)
+    assert write_report([str(runs[0] / "seed-1")], str(tmp_path / "report.html")).exists()
 
 
 @pytest.mark.sampled(8)
