@@ -322,6 +322,22 @@ def test_a_padded_batch_of_a_masked_model_equals_single_runs(change, side):
         torch.testing.assert_close(got[b, keep[b]], model(tokens[b : b + 1, :n])[0])
 
 
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0, 2], "positions is a list, expected a tensor"),
+        (torch.ones(2, 3).bool(), r"positions has shape \(2, 3\), expected 'B T'"),
+        (torch.tensor([0.0]), "positions has dtype torch.float32, expected torch.int64"),
+        (torch.tensor([1, -1]), "positions contains ids from -1 to 1, expected 0 to 7"),
+        (torch.tensor([8]), "positions contains ids from 8 to 8, expected 0 to 7"),
+    ],
+)
+def test_invalid_positions_are_refused(positions, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        masked({})(ids(2, 4), positions=positions)
+
+
 @over_both
 def test_every_token_hears_of_every_other(change):
     model, tokens = masked(change), ids(1, TOKENS)

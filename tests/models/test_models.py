@@ -1,7 +1,6 @@
 """The classifier, its presets, and the parameter counts that decide how LightNet is built."""
 
 from copy import copy, deepcopy
-from inspect import unwrap
 
 import jaxtyping
 import numpy as np
@@ -19,7 +18,7 @@ from onescan.layers.position import AbsolutePositionConfig
 from onescan.models.causal_lm import CausalLMConfig
 from onescan.models.denoiser import DenoiserConfig
 from onescan.models.dense_predictor import DensePredictorConfig
-from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
+from onescan.models.image_classifier import ImageClassifierConfig
 from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.presets import (
     LDN_ABLATIONS,
@@ -233,10 +232,6 @@ def test_drop_path_grows_to_the_last_block():
         (lambda: build("lightnet_tiny", drop_path=2.0), "drop_path is 2.0, expected 0 or more"),
         (lambda: build("lightnet_tiny", **{"position.hidden_states": 0}), "hidden_states is 0"),
         (
-            lambda: unwrap(ImageClassifier.forward)(tiny().build(), torch.ones(1, 1, 8, 8).byte()),
-            "images has dtype torch.uint8",
-        ),
-        (
             lambda: build("lightnet_tiny", **{"mixer.direction": "forward"}),
             "the class token reads no patch",
         ),
@@ -313,6 +308,28 @@ def test_lists_and_numpy_numbers_are_accepted(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     config = tiny(image_size=[8, 8], patch_size=[2, np.int64(2)], width=np.int64(24), drop_path=0)
     assert config.build()(torch.zeros(1, 1, 8, 8)).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "method", ["forward", "forward_features", "forward_grid", "forward_intermediates", "stream"]
+)
+def test_images_of_wrong_types_are_refused(method, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    read = getattr(tiny().build(), method)
+    with pytest.raises(ValueError, match=r"^images has dtype torch.uint8, expected a floating"):
+        read(torch.ones(1, 1, 8, 8).byte())
+    with pytest.raises(ValueError, match=r"^images is a list, expected a tensor"):
+        read([[[[0.0]]]])
+
+
+@pytest.mark.parametrize(
+    "config", [tiny(pool="mean"), DensePredictorConfig(image_size=(32, 32), width=24, depth=2)]
+)
+def test_a_mask_that_is_no_tensor_is_refused(config, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model = config.build()
+    with pytest.raises(ValueError, match=r"^keep is a list, expected a tensor"):
+        model(*config.example_inputs(), keep=[[True]])
 
 
 @pytest.mark.compile
