@@ -524,6 +524,8 @@ def test_mixers_without_blocks():
         trained(LionMixerConfig, causal_block=4, normalize="sum_before_mask")
     with pytest.raises(ValueError, match="form is 'recurrent' with direction='both', expected"):
         trained(LightNetMixerConfig, causal_block=4, form="recurrent")
+    with pytest.raises(ValueError, match="form is 'one_scan' with decay=False and causal_block=4"):
+        trained(LightNetMixerConfig, causal_block=4, form="one_scan", decay=False)
 
 
 STREAMED = {
