@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from onescan.ops.parallel import sequence_parallel as sequence_parallel
     from onescan.shapes import Grid as Grid
 
-__version__ = "0.26.0"
+__version__ = "0.27.0"
 
 # name -> module that defines it
 _MODULES = {

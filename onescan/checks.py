@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from onescan.messages import named_type, plural, unknown_choice
+from onescan.messages import named_type, plural, unknown_choice, unsupported
 
 MAX_MESSAGE = 300  # characters
 HUB_NAME = r"(\w[\w.-]*/)?\w[\w.-]*"  # of a model or dataset
@@ -49,6 +49,27 @@ def check_choice(
     known = list(choices)
     if value not in known:
         raise unknown_choice(name, value, known, listed_by=listed_by)
+
+
+def check_supported(
+    name: str, value: object, choices: Collection[str], *, known: Iterable[str], what: str
+) -> None:
+    """Raise ValueError if `value` is unknown, or is known but does not support an option.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        choices: The values that support the option.
+        known: All values.
+        what: The option.
+
+    >>> check_supported("form", "fft", ["dense"], known=["dense", "fft"], what="cu_seqlens")
+    Traceback (most recent call last):
+    ValueError: form is 'fft', which does not support cu_seqlens; available: dense
+    """
+    if value not in choices and value in list(known):
+        raise unsupported(name, value, what, choices)
+    check_choice(name, value, choices)
 
 
 def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:

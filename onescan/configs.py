@@ -12,7 +12,8 @@ import re
 import reprlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -48,12 +49,36 @@ INT64_LIMIT = 2**63  # larger integers cannot be stored in tensors or used as in
 ConfigT = TypeVar("ConfigT")
 
 
-class ModelConfig(ABC):
+class CheckedConfig:
+    """Base class of configs with a method `build` that checks the types of all fields first."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "build" in vars(cls):
+            setattr(cls, "build", _with_checked_types(vars(cls)["build"]))  # noqa: B010 - mypy
+
+
+def _with_checked_types(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `build` that raises ValueError if a field has a wrong type."""
+
+    @wraps(build)
+    def checked(self: Any, **options: Any) -> Any:
+        check_types(self)
+        return build(self, **options)
+
+    return checked
+
+
+class ModelConfig(CheckedConfig, ABC):
     """Base class of the configs of models."""
 
     @abstractmethod
     def build(self) -> Any:
-        """Build the model, a `torch.nn.Module`."""
+        """Build the model, a `torch.nn.Module`.
+
+        Raises:
+            ValueError: If a field has the wrong type, or fields contradict each other.
+        """
 
     @abstractmethod
     def example_inputs(self) -> tuple[Any, ...]:
@@ -110,15 +135,16 @@ def replace(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
 def check_types(config: Any, path: str = "") -> None:
     """Raise ValueError if a field of a config, or of a config in it, has a value of a wrong type.
 
-    `from_dict` checks the same and more; this is for configs that are constructed directly. Fields
-    of other types than numbers, strings, booleans, None and tuples of them are not checked.
+    `from_dict` checks the same and more; this is for configs that are constructed directly.
     """
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, declared = getattr(config, field.name), hints[field.name]
         name = _join(path, field.name)
         if not any(_has_type(value, member) for member in _members(declared)):
-            raise ValueError(f"{name} is {reprlib.repr(value)}, expected {_expected(declared)}")
+            is_class = isinstance(value, type)
+            shown = f"the class {value.__name__}" if is_class else reprlib.repr(value)
+            raise ValueError(f"{name} is {shown}, expected {_expected(declared)}")
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             check_types(value, name)
 
@@ -255,7 +281,10 @@ def _convert(value: Any, member: Any, path: str) -> Any:
 
 
 def _has_type(value: Any, member: Any) -> bool:
-    """Whether a value has a type; True for types that `check_types` does not check."""
+    """Whether a value has a type; True for types that `from_dict` cannot load, such as `Any`.
+
+    Numbers may be NumPy's, and tuples may be lists.
+    """
     if get_origin(member) is tuple:
         items = get_args(member)
         if not isinstance(value, list | tuple):
@@ -268,7 +297,7 @@ def _has_type(value: Any, member: Any) -> bool:
     if member in (int, float):
         number = isinstance(value, Integral if member is int else Real)
         return number and not isinstance(value, bool)
-    return member not in (bool, str, type(None)) or type(value) is member
+    return not isinstance(member, type) or isinstance(value, member)
 
 
 def _differences(a: Any, b: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -32,6 +32,23 @@ def unknown_choice(
     return ValueError(f"{name} {value!r} is unknown{near}; `{listed_by}` lists all {name}s")
 
 
+def unsupported(name: str, value: object, what: str, choices: Iterable[str]) -> ValueError:
+    """Return the error for a known name that does not support an option.
+
+    Args:
+        name: What the value names, such as the argument.
+        value: The name.
+        what: What it does not support.
+        choices: The names that support it.
+
+    >>> unsupported("form", "chunk", "causal=False", ["auto", "full"])
+    ValueError("form is 'chunk', which does not support causal=False; available: auto, full")
+    """
+    return ValueError(
+        f"{name} is {value!r}, which does not support {what}; available: {', '.join(choices)}"
+    )
+
+
 def hint(value: object, choices: Iterable[object]) -> str:
     """Return the end of a message about an unknown name: the closest match and all choices."""
     known = [str(choice) for choice in choices]

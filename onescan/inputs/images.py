@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from PIL import Image
 from torch import Tensor
 
-from onescan.checks import can_look_at_values
+from onescan.checks import can_look_at_values, check_positive
 from onescan.inputs.format import Format
 from onescan.inputs.image_files import (
     AnyPixels,
@@ -97,6 +97,35 @@ def check_constants(channels: int, **constants: tuple[float, ...]) -> None:
             raise ValueError(f"{name} is {numbers}, expected finite numbers")
         if name.endswith("std") and min(numbers) <= 0:
             raise ValueError(f"{name} is {numbers}, expected finite numbers above 0")
+
+
+def processor_constants(
+    processor: Any, channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return by which mean and standard deviation transformers standardizes pixels from 0 to 1.
+
+    Args:
+        processor: An image processor. Steps that it does not mention are those of most processors.
+        channels: Number of channels.
+
+    Raises:
+        ValueError: If rescale_factor is not positive, or there is not one constant per channel.
+
+    >>> from types import SimpleNamespace
+    >>> processor = SimpleNamespace(image_mean=[127.5], image_std=[51.0], do_rescale=False)
+    >>> processor_constants(processor, channels=1)
+    ((0.5,), (0.2,))
+    """
+    rescales = getattr(processor, "do_rescale", True)
+    factor = getattr(processor, "rescale_factor", 1 / 255) if rescales else 1
+    check_positive(rescale_factor=factor)
+    normalizes = getattr(processor, "do_normalize", True)
+    mean, std = (processor.image_mean, processor.image_std) if normalizes else (0.0, 1.0)
+    mean, std = (
+        tuple(x / (255 * factor) for x in np.broadcast_to(constants, channels).tolist())
+        for constants in (mean, std)
+    )
+    return mean, std
 
 
 class GridFormat(Format, ABC):

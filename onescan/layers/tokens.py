@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from onescan.checks import can_look_at_values, check_positive
+from onescan.checks import can_look_at_values, check_devices, check_positive
 from onescan.ops.collectives import from_first_rank, gather, select_rank, sum_over_ranks
 from onescan.ops.numerics import to_accumulation_dtype
 from onescan.ops.packing import Packing
@@ -144,8 +144,9 @@ def masked_pixels(images: Grids, keep: GridKeep, patch_size: tuple[int, ...]) ->
     """Set padding to zero, and return which patches contain real pixels; see `keep_patches`.
 
     Raises:
-        ValueError: If the dtype or shape of the mask is wrong.
+        ValueError: If the device, dtype or shape of the mask is wrong.
     """
+    check_devices(images=images, keep=keep)
     if keep.dtype != torch.bool:
         raise ValueError(f"keep has dtype {keep.dtype}, expected torch.bool, True for real pixels")
     batch, _, *sides = images.shape  # len(images) would fix the batch size of exported programs

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from onescan.checks import check_whole
+from onescan.configs import check_types
 from onescan.layers.mixers import LightNetMixerConfig, MixerConfig
 from onescan.layers.position import ToeplitzPositionConfig
 from onescan.models.decoding_graph import DecodingGraph
@@ -68,7 +69,8 @@ class Sampling:
     this (nucleus sampling)."""
 
     def check(self) -> None:
-        """Raise ValueError if a number is out of range."""
+        """Raise ValueError if a field is out of range or has the wrong type."""
+        check_types(self)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}, expected 0 or more")
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -212,10 +214,12 @@ class CausalLM(Pretrained, nn.Module):
             `cuda_graph`, the next step overwrites that state.
 
         Raises:
-            ValueError: See `forward`; or if `max_new_tokens` or `sampling` is out of range, or
-                `cuda_graph` cannot be used.
+            ValueError: See `forward`; or if `max_new_tokens`, `vocab_size` or `sampling` is out of
+                range, or `cuda_graph` cannot be used.
         """
         check_whole(1, max_new_tokens=max_new_tokens)
+        if vocab_size is not None:
+            check_whole(1, vocab_size=vocab_size)
         sampling = Sampling() if sampling is None else sampling
         sampling.check()
         logits, state = self(tokens, state, keep=keep, last_only=True)

@@ -56,8 +56,8 @@ class ContinuousBatch:
         vocab_size: Generate only ids below this number. ``None`` allows all ids.
 
     Raises:
-        ValueError: If the model is not a `CausalLM`, or its state grows with the text, as in
-            softmax attention.
+        ValueError: If the model is not a `CausalLM`, its state grows with the text, as in softmax
+            attention, or `vocab_size` is not positive.
 
     >>> from onescan.models.causal_lm import CausalLMConfig
     >>> batch = ContinuousBatch(CausalLMConfig(vocab_size=11, width=24, depth=1).build().eval())
@@ -75,6 +75,8 @@ class ContinuousBatch:
     ) -> None:
         if not isinstance(model, CausalLM):
             raise expected_model(model, "a CausalLM")
+        if vocab_size is not None:
+            check_whole(1, vocab_size=vocab_size)
         self.model, self.end, self.vocab_size = model, end, vocab_size
         self.active: list[GeneratedSequence] = []
         masked = torch.zeros(1, 2, dtype=torch.long, device=model.network.device)

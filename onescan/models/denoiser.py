@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_floating, check_positive
-from onescan.configs import ModelConfig
+from onescan.configs import ModelConfig, check_types
 from onescan.layers.basic import EPS, GLUConfig, MLPConfig, NormName, build_norm
 from onescan.layers.block import (
     Block,
@@ -267,7 +267,8 @@ class SamplerConfig:
     the conditional one. 1 uses the conditional prediction, without guidance."""
 
     def check(self, noise: NoiseConfig) -> None:
-        """Raise ValueError if a number is out of range, or the sampler does not fit the noise."""
+        """Raise ValueError if a field is invalid, or the sampler does not fit the noise."""
+        check_types(self)
         check_positive(steps=self.steps)
         if self.steps > STEPS:
             raise ValueError(f"steps is {self.steps}, expected 1 to {STEPS}")

@@ -208,11 +208,11 @@ class ImageClassifier(Pretrained, nn.Module):
                 image alone at its own size. Padding may hold any values, even NaN.
 
         Raises:
-            ValueError: If the number of channels differs, a side is 0, the model cannot read padded
-                images (absolute positions, diffusion in row-major order, or a class token in the
-                middle) or, on a CPU, real pixels do not form such a box.
+            ValueError: If the images are not floats, the number of channels differs, a side is 0,
+                the model cannot read padded images (absolute positions, diffusion in row-major
+                order, or a class token in the middle) or, on a CPU, real pixels do not form such a
+                box.
         """
-        check_floating(images=images)
         images, token_keep = self._without_padding(images, keep)
         x = self._through_blocks(images, token_keep).x
         return self.forward_head(self.norm(x), token_keep)
@@ -421,6 +421,7 @@ class ImageClassifier(Pretrained, nn.Module):
 
     def _without_padding(self, images: Grids, keep: GridKeep | None) -> tuple[Grids, Keep | None]:
         """Set padding to zero, and return which tokens are real, prefix included; see `forward`."""
+        check_floating(images=images)
         if keep is None:
             return images, None
         self.config.check_padding()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onescan.checks import check_shapes
+from onescan.checks import check_shapes, check_token_ids
 from onescan.layers.basic import build_norm
 from onescan.models.pretrained import Pretrained
 from onescan.models.token_network import TextEncoderConfig, TokenNetwork
@@ -86,11 +86,14 @@ class MaskedLM(Pretrained, nn.Module):
                 indices, a mask makes the host wait for its device.
 
         Raises:
-            ValueError: If shapes do not match, there are no tokens, `read_outs` exceeds the number
-                of blocks, or, on a CPU, an id is outside the vocabulary.
+            ValueError: If shapes or dtypes do not match, there are no tokens, `read_outs` exceeds
+                the number of blocks, or, on a CPU, an id is outside the vocabulary or an index
+                outside the batch.
         """
-        is_mask = positions is not None and positions.dtype == torch.bool
+        is_mask = isinstance(positions, Tensor) and positions.dtype == torch.bool
         check_shapes(tokens=(tokens, "B T"), positions=(positions, "B T" if is_mask else "P"))
+        if positions is not None and not is_mask:
+            check_token_ids(positions, tokens.numel(), name="positions")
         x, _ = self.network(
             tokens,
             segments=segments,

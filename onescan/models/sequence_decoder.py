@@ -14,6 +14,7 @@ from onescan.checks import (
     check_positive,
     check_shapes,
     check_token_ids,
+    check_whole,
 )
 from onescan.configs import ModelConfig
 from onescan.layers.basic import MLPConfig, NormName, build_norm
@@ -220,7 +221,8 @@ class SequenceDecoder(Pretrained, nn.Module):
         Returns:
             Token ids of shape ``[B, up to max_new_tokens]``, including the first `end`.
         """
-        check_positive(max_new_tokens=max_new_tokens)
+        check_floating(memory=memory)
+        check_whole(1, max_new_tokens=max_new_tokens)
         for name, token_id in (("start", start), ("end", end)):
             if not isinstance(token_id, int) or not 0 <= token_id < self.config.vocab_size:
                 raise ValueError(

@@ -16,7 +16,7 @@ from onescan.checks import (
 from onescan.shapes import Grid
 
 
-def check_tokens(name: str, x: Any, dim: int) -> None:
+def check_token_vectors(name: str, x: Any, dim: int) -> None:
     """Raise ValueError if x is not a floating point tensor [B, T, dim]."""
     check_shapes(**{name: (x, f"B T {dim}")})
     check_floating(**{name: x})

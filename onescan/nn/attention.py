@@ -13,7 +13,7 @@ from onescan.layers.mixers.lightnet import LightNetMixer, LightNetMixerConfig
 from onescan.layers.mixers.linear_attention import LinearAttention
 from onescan.layers.mixers.linear_diffusion import LinearDiffusionMixerConfig
 from onescan.layers.mixers.lion import LionMixerConfig
-from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
+from onescan.nn.arguments import check_continuable, check_token_vectors, grid_of, keep_of
 
 
 class AttentionLayer(nn.Module):
@@ -66,7 +66,7 @@ class AttentionLayer(nn.Module):
             ValueError: If shapes do not match, the layer has no state or cannot continue the given
                 one, or it does not define cross-attention.
         """
-        check_tokens("x", x, self.dim)
+        check_token_vectors("x", x, self.dim)
         grid = grid_of(x.shape[1], shape, self.axes, prefix)
         if context is None:
             if context_shape is not None:
@@ -75,7 +75,7 @@ class AttentionLayer(nn.Module):
             keep = keep_of(key_padding_mask, x)
             o, new_state = self.mixer(x, grid, keep=keep, state=state)
             return (o, new_state) if return_state else o
-        check_tokens("context", context, self.dim)
+        check_token_vectors("context", context, self.dim)
         if context.shape[1] == 0:
             raise ValueError("context has 0 tokens, expected at least 1")
         if context.shape[0] != x.shape[0]:

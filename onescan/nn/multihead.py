@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checks import can_look_at_values, check_choice, check_shapes, check_whole
-from onescan.nn.arguments import bool_mask, check_tokens
+from onescan.nn.arguments import bool_mask, check_token_vectors
 from onescan.nn.attention import AttentionLayer, DeltaAttention, LightNetAttention, LionAttention
 
 KINDS: Mapping[str, Any] = MappingProxyType(
@@ -166,8 +166,8 @@ class MultiheadAttention(nn.Module):
                 "key and value are different tensors, expected the same tensor for both; add "
                 "positions to this tensor before the call"
             )
-        check_tokens("query", query, self.embed_dim)
-        check_tokens("key", key, self.embed_dim)
+        check_token_vectors("query", query, self.embed_dim)
+        check_token_vectors("key", key, self.embed_dim)
         x = query if self.batch_first else query.transpose(0, 1)
         context = None
         if key is not query:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from onescan.checks import check_whole
 from onescan.layers.position import ToeplitzPosition
-from onescan.nn.arguments import check_continuable, check_tokens, grid_of, keep_of
+from onescan.nn.arguments import check_continuable, check_token_vectors, grid_of, keep_of
 from onescan.ops.lrpe import check_axes_have_features, lrpe, lrpe_angles, lrpe_frequencies
 
 
@@ -67,7 +67,7 @@ class MDTPE(nn.Module):
             ValueError: If shapes do not match, or the layer has no state or cannot continue the
                 given one.
         """
-        check_tokens("x", x, self.dim)
+        check_token_vectors("x", x, self.dim)
         grid = grid_of(x.shape[1], shape, self.axes, prefix)
         expected = "a layer with causal=True and, on several axes, joint=False"
         check_continuable(self.position.has_state, state, return_state, expected)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -43,6 +44,23 @@ def number_of_chunks(tokens: int, size: int) -> int:
     torch._check(count * size >= tokens)
     torch._check(count * size - tokens < size)
     return count
+
+
+def split_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
+    """Split [B, T, H, ...] into chunks of `size` tokens, [B, H, N, C, ...]; the last one is padded.
+
+    >>> split_chunks(torch.arange(1.0, 4.0).view(1, 3, 1, 1), count=2, size=2).flatten(2).tolist()
+    [[[1.0, 2.0, 3.0, 0.0]]]
+    """
+    x, missing = x.transpose(1, 2), count * size - x.shape[1]
+    if not is_known(missing) or missing:
+        x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, missing), value=fill)
+    return x.unflatten(2, (count, size))
+
+
+def join_chunks(x: Tensor, tokens: int) -> Tensor:
+    """Join chunks, [B, H, N, C, ...], to [B, T, H, ...]."""
+    return x.flatten(2, 3).transpose(1, 2).narrow(1, 0, tokens)
 
 
 def needs_plain_functions(*tensors: Tensor | None) -> bool:

@@ -55,17 +55,15 @@ class Layout(NamedTuple):
         return self.ranks is not None and self.tokens == 0
 
     @property
-    def limits(self) -> list[str]:
-        """Names of the options that limit the choice of implementations, for errors."""
+    def limits(self) -> str:
+        """The options that limit the choice of implementations, for errors."""
         given = {
             "causal_block": self.causal_block,
             "cu_seqlens": self.packing,
             "group": self.ranks,
         }
-        return [
-            "causal" if self.causal else "both",
-            *(name for name, x in given.items() if x is not None),
-        ]
+        names = [f"causal={self.causal}", *(name for name, x in given.items() if x is not None)]
+        return ", ".join([*names[:-2], " and ".join(names[-2:])])
 
     @property
     def block_size(self) -> int | None:

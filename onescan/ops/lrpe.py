@@ -97,9 +97,12 @@ def rotary_table(angles: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Return [x cos, x sin]; x itself without tables."""
-    if cos is None or sin is None:
-        return x
-    return (x.unsqueeze(-2) * torch.stack([cos, sin], dim=-2)).flatten(-2)
+    return x if cos is None or sin is None else rotate_by(x, torch.stack([cos, sin], dim=-2))
+
+
+def rotate_by(x: Tensor, table: Tensor | None) -> Tensor:
+    """Return [x cos, x sin], from the stacked cosines and sines; x itself without a table."""
+    return x if table is None else (x.unsqueeze(-2) * table).flatten(-2)
 
 
 def lrpe_angles(

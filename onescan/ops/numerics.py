@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -15,6 +16,8 @@ from onescan.checks import is_plain
 # A finite substitute for log 0. The difference of two of them is 0 instead of NaN, so an empty sum,
 # a masked token or a fully masked row needs no special case, and gradients stay finite.
 LOG_ZERO = -1e30
+
+SUM_BLOCK = 64  # tokens that `logcumsumexp` sums one after another in its derivatives
 
 MIN_DIVISOR = 1e-30  # smaller divisors are replaced by 1, because their square is 0 in float32
 
@@ -246,7 +249,7 @@ class _LogCumSumExp(torch.autograd.Function):
 
     dx_s = exp(x_s - z_s) G_s with G_s = sum_{t >= s} dz_t exp(z_s - z_t). G is computed from the
     last token to the first as G_s = dz_s + exp(z_s - z_{s+1}) G_{s+1}, which cannot overflow
-    because z never decreases.
+    because z never decreases. The forward-mode derivative is computed from the first to the last.
     """
 
     generate_vmap_rule = True
@@ -262,11 +265,8 @@ class _LogCumSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         x, z = ctx.saved_tensors
-        decay = (z[..., :-1, :] - z[..., 1:, :]).exp().unbind(-2)
-        sums = list(gradient.unbind(-2))
-        for s in reversed(range(len(decay))):
-            sums[s] = torch.addcmul(sums[s], decay[s], sums[s + 1])
-        return (x - z).exp() * torch.stack(sums, dim=-2)
+        decay = F.pad((z[..., :-1, :] - z[..., 1:, :]).exp_(), (0, 0, 0, 1))
+        return (x - z).exp_() * _decayed_sums(gradient, decay, backward=True)
 
 
 class _LogCumSumExpForwardMode(_LogCumSumExp):
@@ -280,11 +280,37 @@ class _LogCumSumExpForwardMode(_LogCumSumExp):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor) -> Tensor:
         x, z = ctx.saved_tensors
-        decay = (z[..., :-1, :] - z[..., 1:, :]).exp().unbind(-2)
-        sums = list(((x - z).exp() * dx).unbind(-2))
-        for t in range(1, len(sums)):
-            sums[t] = torch.addcmul(sums[t], decay[t - 1], sums[t - 1])
-        return torch.stack(sums, dim=-2)
+        decay = F.pad((z[..., :-1, :] - z[..., 1:, :]).exp_(), (0, 0, 1, 0))
+        return _decayed_sums((x - z).exp_() * dx, decay, backward=False)
+
+
+def _decayed_sums(x: Tensor, decay: Tensor, *, backward: bool) -> Tensor:
+    """Compute y_t = x_t + decay_t y_{t-1} along the second-to-last axis, or y_{t+1} if backward.
+
+    The first token visited has y = x. For the others, the number of steps is reduced from T to
+    about 2 sqrt(T): a step visits one token of each block, first to compute the sum of each block
+    alone, and, once these are summed over the blocks, again to add the sum of the blocks before it.
+    """
+    tokens, order = x.shape[-2], -1 if backward else 1
+    size = min(tokens, SUM_BLOCK)
+    count = -(-tokens // size)
+    if padding := count * size - tokens:
+        x, decay = (F.pad(part, (0, 0, 0, padding)) for part in (x, decay))
+    in_blocks = (part.unflatten(-2, (count, size)).unbind(-2) for part in (x, decay))
+    steps = list(zip(*in_blocks, strict=True))[::order]
+    y = torch.zeros_like(steps[0][0])
+    if count > 1:
+        factor = torch.ones_like(y)
+        for added, decayed in steps:
+            y, factor = torch.addcmul(added, decayed, y), decayed * factor
+        y = _decayed_sums(y, factor, backward=backward)
+        before = (0, 0, 0, 1) if backward else (0, 0, 1, 0)
+        y = F.pad(y[..., 1:, :] if backward else y[..., :-1, :], before)
+    sums: list[Tensor] = []
+    for added, decayed in steps:
+        y = torch.addcmul(added, decayed, y)
+        sums.append(y)
+    return torch.stack(sums[::order], dim=-2).flatten(-3, -2)[..., :tokens, :]
 
 
 def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -20,18 +20,18 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from onescan.checks import (
-    check_choice,
     check_devices,
     check_floating,
     check_no_nan,
     check_positive,
     check_shapes,
+    check_supported,
     holds_nan,
     named_state_tensors,
     unpack_states,
 )
 from onescan.kernels.chips import WIDEST_HEAD
-from onescan.messages import named_type
+from onescan.messages import named_type, unsupported
 from onescan.ops.backend import is_transformed, resolved_backend, wants_gradient
 from onescan.ops.layout import Layout
 from onescan.ops.numerics import disable_autocast, zero_masked
@@ -321,12 +321,14 @@ def choose(op: Recurrence, call: Call, *, form: str, backend: str) -> Key:
     has_kernel = kernel in supported and obstacle is None
     chosen_backend = resolved_backend(backend, has_kernel, *tensors, widest=op.widest_head(call))
     chosen_form = form_on(chosen_backend)
-    limits = ", ".join(layout.limits)
-    check_choice(
-        f"form ({limits})", chosen_form, ["auto", *dict.fromkeys(key.form for key in supported)]
-    )
-    pairs = [f"{key.form}/{key.backend}" for key in supported]
-    check_choice(f"form/backend ({limits})", f"{chosen_form}/{chosen_backend}", pairs)
+    forms = ["auto", *dict.fromkeys(key.form for key in supported)]
+    known = {key.form for key in op.implementations}
+    check_supported("form", chosen_form, forms, known=known, what=layout.limits)
+    chosen = Key(direction, chosen_form, chosen_backend)
+    if chosen not in supported:
+        what = f"form {chosen_form!r} with {layout.limits}"
+        pairs = [f"{key.form}/{key.backend}" for key in supported]
+        raise unsupported("backend", chosen_backend, what, pairs)
     if chosen_backend == "triton" and obstacle is not None:
         raise ValueError(f"backend is 'triton' {obstacle}")
-    return Key(direction, chosen_form, chosen_backend)
+    return chosen

@@ -372,8 +372,11 @@ def test_a_state_alone_has_a_gradient():
     [
         ({"dtype": torch.float64}, "backend is 'triton', but kernels take float32, bfloat16 or"),
         ({"widths": (5, WIDEST_HEAD + 1)}, f"channels, expected at most {WIDEST_HEAD}"),
-        ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
-        ({"form": "recurrent", "causal": False}, "'recurrent/triton' is unknown.*chunk/triton"),
+        ({"form": "full"}, "backend is 'triton', .* form 'full' with .*chunk/triton"),
+        (
+            {"form": "recurrent", "causal": False},
+            "backend is 'triton', .* form 'recurrent' with .*chunk/triton",
+        ),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"form": "recurrent", "learns": True}, "which has no gradients, expected form 'chunk'"),
     ],

@@ -306,9 +306,9 @@ def test_a_cuda_graph_repeats_a_call(causal):
         ({"widths": (5, WIDEST_HEAD + 1)}, f"channels, expected at most {WIDEST_HEAD}"),
         (
             {"form": "recurrent"},
-            "'recurrent/triton' is unknown.*chunk/triton",
+            "backend is 'triton', .* form 'recurrent' with .*chunk/triton",
         ),
-        ({"form": "full"}, "'full/triton' is unknown.*chunk/triton"),
+        ({"form": "full"}, "backend is 'triton', .* form 'full' with .*chunk/triton"),
         ({"backend": "cuda"}, "backend 'cuda' is unknown"),
         ({"updates": 2}, "'triton' with several updates per token, expected one"),
         ({"diagonal": True}, "'triton' with a decay per key channel, expected one per head"),

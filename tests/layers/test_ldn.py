@@ -23,7 +23,7 @@ from onescan.layers.mixers.linear_diffusion import (
     DenseDiffusion,
     FreeDiffusion,
     GaussianDiffusion,
-    LinearAttention,
+    LinearSelfAttention,
     LocalUpdate,
 )
 from onescan.layers.position import AbsolutePositionConfig
@@ -256,7 +256,7 @@ def test_crank_nicolson_is_a_layers_scheme_too():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_of_all_zero_rows_is_zero_with_finite_gradients(causal):
-    attention = LinearAttention(WIDTH, HEADS, "relu").double()
+    attention = LinearSelfAttention(WIDTH, HEADS, "relu").double()
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter)
     x = tokens(2, 6)
@@ -279,7 +279,7 @@ def test_queries_and_keys_pass_through_the_feature_map(feature_map):
         "elu_plus_one": lambda x: torch.where(x > 0, x + 1, x.exp()),
         "identity": lambda x: x,
     }
-    attention, x = LinearAttention(WIDTH, HEADS, feature_map).double(), tokens(1, 5)
+    attention, x = LinearSelfAttention(WIDTH, HEADS, feature_map).double(), tokens(1, 5)
     heads = lambda layer: layer(x).reshape(5, HEADS, -1)
     *qk, to_v = equal_parts(attention.in_proj)
     q, k = (maps[feature_map](heads(layer)) for layer in qk)

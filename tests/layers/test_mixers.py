@@ -24,8 +24,10 @@ from onescan.layers.mixers import (
     LightNetMixerConfig,
     LionMixerConfig,
     MixerConfig,
+    lightnet,
 )
 from onescan.ops.additive_decay import reference
+from onescan.ops.decay_attention import decay_attention
 from onescan.ops.lrpe import lrpe_angles
 from onescan.shapes import Grid
 
@@ -413,7 +415,8 @@ def test_overflow_without_a_norm_is_an_error():
         mixer(x, Grid((5,)))
 
 
-@pytest.mark.parametrize(("causal", "form"), [(False, "auto"), (True, "auto"), (True, "full")])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["auto", "full"])
 def test_without_decay_keys_pass_through_silu(causal, form):
     config = LightNetMixerConfig(
         num_heads=HEADS,
@@ -432,6 +435,20 @@ def test_without_decay_keys_pass_through_silu(causal, form):
     o = torch.einsum("ths,shv->thv", scores, v.reshape(13, HEADS, -1))
     want = mixer.out_proj(o.reshape(1, 13, WIDTH) * torch.sigmoid(mixer.gate_proj(gate)))
     torch.testing.assert_close(mixer(x, Grid((13,)))[0], want)
+
+
+@pytest.mark.parametrize("direction", ["both", "forward"])
+def test_without_decay_the_form_is_that_of_the_config(direction, monkeypatch):
+    forms = []
+
+    def run(*inputs, form, **options):
+        forms.append(form)
+        return decay_attention(*inputs, form=form, **options)
+
+    monkeypatch.setattr(lightnet, "decay_attention", run)
+    config = LightNetMixerConfig(num_heads=HEADS, decay=False, direction=direction, form="full")
+    built(config)(tokens(1, 5), Grid((5,)))
+    assert forms == ["full"]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])

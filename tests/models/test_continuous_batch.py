@@ -56,6 +56,8 @@ def test_a_sequence_leaves_at_its_end_and_when_removed():
 def test_invalid_arguments_are_rejected(monkeypatch):
     with pytest.raises(ValueError, match=r"state grows with the text: blocks\.0\.k"):
         ContinuousBatch(causal(CAUSAL["gpt2"]))
+    with pytest.raises(ValueError, match="vocab_size is 0, expected a whole number of at least 1"):
+        ContinuousBatch(causal(CAUSAL["lion"]), vocab_size=0)
     batch = ContinuousBatch(causal(CAUSAL["lion"]))
     with pytest.raises(ValueError, match=r"tokens has shape \(2, 3\), expected \(1, T\)"):
         batch.add(ids(2, 3), max_new_tokens=1)

@@ -316,6 +316,11 @@ def test_noise_and_samplers_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} is "):
             SamplerConfig(**changes).check(noise)
+    for changes in ({"steps": "50"}, {"steps": 50.0}, {"guidance_scale": None}):
+        config = SamplerConfig()
+        object.__setattr__(config, *next(iter(changes.items())))  # past the tests' check of types
+        with pytest.raises(ValueError, match=f"{next(iter(changes))} is .*, expected (int|float)"):
+            config.check(noise)
     with pytest.raises(ValueError, match=r"steps is 61, but ddim .* expected 50 or 100"):
         SamplerConfig(steps=61).check(noise)
     SamplerConfig(steps=61, sampler="dpm").check(noise)

@@ -282,16 +282,29 @@ def test_impossible_sampling_is_refused(fields, message):
 def test_nothing_to_write_is_refused():
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=0)
+    with pytest.raises(ValueError, match="vocab_size is 0, expected a whole number of at least 1"):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=1, vocab_size=0)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1.5}, {"max_new_tokens": 1.5}])
-def test_fractions_of_tokens_are_refused(options, monkeypatch):
+def test_fractions_of_tokens_are_refused(monkeypatch):
     # the type checks of these tests would raise first
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    sampling = Sampling(top_k=options.get("top_k"))
-    new_tokens = options.get("max_new_tokens", 2)
-    with pytest.raises(ValueError, match=r"is 1\.5, expected a whole number"):
-        causal(CAUSAL["lion"]).generate(ids(1, 2), sampling, max_new_tokens=new_tokens)
+    with pytest.raises(ValueError, match=r"max_new_tokens is 1\.5, expected a whole number"):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), max_new_tokens=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 1.5}, r"top_k is 1\.5, expected int \| None"),
+        ({"temperature": "0.7"}, r"temperature is '0\.7', expected float"),
+        ({"top_p": None}, "top_p is None, expected float"),
+    ],
+)
+def test_sampling_options_of_wrong_types_are_refused(options, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        causal(CAUSAL["lion"]).generate(ids(1, 2), Sampling(**options), max_new_tokens=2)
 
 
 def masked(change, **more):
@@ -307,6 +320,22 @@ def test_a_padded_batch_of_a_masked_model_equals_single_runs(change, side):
     got = model(rows, keep)
     for b, n in enumerate(lengths):
         torch.testing.assert_close(got[b, keep[b]], model(tokens[b : b + 1, :n])[0])
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([0, 2], "positions is a list, expected a tensor"),
+        (torch.ones(2, 3).bool(), r"positions has shape \(2, 3\), expected 'B T'"),
+        (torch.tensor([0.0]), "positions has dtype torch.float32, expected torch.int64"),
+        (torch.tensor([1, -1]), "positions contains ids from -1 to 1, expected 0 to 7"),
+        (torch.tensor([8]), "positions contains ids from 8 to 8, expected 0 to 7"),
+    ],
+)
+def test_invalid_positions_are_refused(positions, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        masked({})(ids(2, 4), positions=positions)
 
 
 @over_both

@@ -1,19 +1,25 @@
 """The classifier, its presets, and the parameter counts that decide how LightNet is built."""
 
-from copy import deepcopy
-from inspect import unwrap
+from copy import copy, deepcopy
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 
 from onescan.configs import replace
+from onescan.layers.basic import MLPConfig
 from onescan.layers.mixers import (
     LightNetMixerConfig,
     LinearDiffusionMixerConfig,
     LionMixerConfig,
 )
 from onescan.layers.position import AbsolutePositionConfig
-from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
+from onescan.models.causal_lm import CausalLMConfig
+from onescan.models.denoiser import DenoiserConfig
+from onescan.models.dense_predictor import DensePredictorConfig
+from onescan.models.image_classifier import ImageClassifierConfig
+from onescan.models.masked_lm import MaskedLMConfig
 from onescan.models.presets import (
     LDN_ABLATIONS,
     LIGHTNET_ABLATIONS,
@@ -22,6 +28,8 @@ from onescan.models.presets import (
     build,
     preset,
 )
+from onescan.models.sequence_classifier import SequenceClassifierConfig
+from onescan.models.sequence_decoder import SequenceDecoderConfig
 from onescan.models.size import model_size
 
 SIZES = ("tiny", "small", "base")
@@ -224,10 +232,6 @@ def test_drop_path_grows_to_the_last_block():
         (lambda: build("lightnet_tiny", drop_path=2.0), "drop_path is 2.0, expected 0 or more"),
         (lambda: build("lightnet_tiny", **{"position.hidden_states": 0}), "hidden_states is 0"),
         (
-            lambda: unwrap(ImageClassifier.forward)(tiny().build(), torch.ones(1, 1, 8, 8).byte()),
-            "images has dtype torch.uint8",
-        ),
-        (
             lambda: build("lightnet_tiny", **{"mixer.direction": "forward"}),
             "the class token reads no patch",
         ),
@@ -236,6 +240,96 @@ def test_drop_path_grows_to_the_last_block():
 def test_errors_name_the_field(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(),
+        DensePredictorConfig(),
+        DenoiserConfig(),
+        CausalLMConfig(),
+        MaskedLMConfig(),
+        SequenceClassifierConfig(),
+        SequenceDecoderConfig(vocab_size=9),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("width", 24.0, "width is 24.0, expected int"),
+        ("depth", "2", "depth is '2', expected int"),
+        ("init_std", None, "init_std is None, expected float"),
+        ("norm", 1, r"norm is 1, expected Literal\["),
+        ("mixer", "lightnet", "mixer is 'lightnet', expected MixerConfig"),
+        ("mixer", LionMixerConfig, "mixer is the class LionMixerConfig, expected MixerConfig"),
+        ("mixer", {"num_heads": 2}, "mixer is {'num_heads': 2}, expected MixerConfig"),
+        ("mlp", 4, r"mlp is 4, expected MLPConfig \| None"),
+    ],
+)
+def test_values_of_wrong_types_are_refused(config, field, value, message):
+    config = copy(config)
+    object.__setattr__(config, field, value)  # past the tests' own check of types
+    with pytest.raises(ValueError, match=f"^{message}"):
+        config.build()
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "message"),
+    [
+        (tiny(), "image_size", 8, r"image_size is 8, expected tuple\[int, ...\]"),
+        (tiny(), "patch_size", (2, 2.0), r"patch_size is \(2, 2.0\), expected tuple\[int, ...\]"),
+        (tiny(), "pool", None, r"pool is None, expected Literal\["),
+        (tiny(), "drop_path", "0.1", "drop_path is '0.1', expected float"),
+        (tiny(), "distillation_token", "no", "distillation_token is 'no', expected bool"),
+        (tiny(), "position", True, r"position is True, expected PositionConfig \| None"),
+        (DenoiserConfig(), "label_dropout", None, "label_dropout is None, expected float"),
+        (CausalLMConfig(), "segment_types", None, "segment_types is None, expected int"),
+        (CausalLMConfig(), "dropout", "0", "dropout is '0', expected float"),
+        (SequenceDecoderConfig(vocab_size=9), "num_heads", 3.0, "num_heads is 3.0, expected int"),
+    ],
+)
+def test_the_types_of_other_fields_are_checked(config, field, value, message):
+    config = copy(config)
+    object.__setattr__(config, field, value)  # past the tests' own check of types
+    with pytest.raises(ValueError, match=f"^{message}"):
+        config.build()
+
+
+def test_the_types_of_nested_configs_are_checked():
+    config = tiny(mlp=MLPConfig())
+    object.__setattr__(config.mlp, "ratio", "4")
+    with pytest.raises(ValueError, match=r"^mlp.ratio is '4', expected float"):
+        config.build()
+
+
+def test_lists_and_numpy_numbers_are_accepted(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    config = tiny(image_size=[8, 8], patch_size=[2, np.int64(2)], width=np.int64(24), drop_path=0)
+    assert config.build()(torch.zeros(1, 1, 8, 8)).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "method", ["forward", "forward_features", "forward_grid", "forward_intermediates", "stream"]
+)
+def test_images_of_wrong_types_are_refused(method, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    read = getattr(tiny().build(), method)
+    with pytest.raises(ValueError, match=r"^images has dtype torch.uint8, expected a floating"):
+        read(torch.ones(1, 1, 8, 8).byte())
+    with pytest.raises(ValueError, match=r"^images is a list, expected a tensor"):
+        read([[[[0.0]]]])
+
+
+@pytest.mark.parametrize(
+    "config", [tiny(pool="mean"), DensePredictorConfig(image_size=(32, 32), width=24, depth=2)]
+)
+def test_a_mask_that_is_no_tensor_is_refused(config, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model = config.build()
+    with pytest.raises(ValueError, match=r"^keep is a list, expected a tensor"):
+        model(*config.example_inputs(), keep=[[True]])
 
 
 @pytest.mark.compile

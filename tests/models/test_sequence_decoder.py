@@ -334,13 +334,15 @@ def test_writing_needs_no_gradient_and_takes_small_ids():
         ({"end": 1.5}, "end is 1.5"),
         ({"end": None}, "end is None"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5, expected a whole number"),
+        ({"memory": [[0.0]]}, "memory is a list, expected a tensor"),
     ],
 )
-def test_writing_refuses_what_is_no_id(change, message):
+def test_writing_refuses_invalid_arguments(change, message):
     decoder = CONFIG.build()
-    arguments = {"start": START, "end": END, "max_new_tokens": 3, **change}
+    arguments = {"memory": MEMORY, "start": START, "end": END, "max_new_tokens": 3, **change}
     with pytest.raises(ValueError, match=message):
-        unwrap(type(decoder).generate)(decoder, MEMORY, **arguments)
+        unwrap(type(decoder).generate)(decoder, **arguments)
 
 
 def test_a_state_without_its_mixers_is_refused():

@@ -559,9 +559,20 @@ def test_any_length_cut_and_mask(tokens, size, cut, seed, scale):
             r"state.kv has shape \(2, 3, 4, 5\).*'B H 8 V'",
         ),
         ({"form": "foo"}, "'foo' .*auto, one_scan, full$"),
-        ({"form": "chunk"}, r"form \(both\) 'chunk' is unknown"),
-        ({"form": "one_scan", "causal": True}, r"form \(causal\) 'one_scan' is unknown"),
-        ({"form": "full", "backend": "triton"}, "'full/triton' is unknown"),
+        (
+            {"form": "chunk"},
+            "form is 'chunk', which does not support causal=False; available: auto, one_scan, full",
+        ),
+        (
+            {"form": "one_scan", "causal": True},
+            "form is 'one_scan', which does not support causal=True; available: auto, chunk,",
+        ),
+        ({"form": "chunks"}, "form 'chunks' is unknown; available: auto, one_scan, full"),
+        (
+            {"form": "full", "backend": "triton"},
+            "backend is 'triton', which does not support form 'full' with causal=False; available: "
+            "one_scan/torch, one_scan/triton, full/torch",
+        ),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"chunk_size": "64"}, "chunk_size is '64'"),

@@ -407,11 +407,11 @@ def test_unsupported_options_are_errors(name):
 def test_forms_of_additive_decay_without_blocks():
     tokens, _ = additive_inputs()
     call = partial(additive_decay, **tokens, causal_block=2)
-    with pytest.raises(ValueError, match=r"form \(both, causal_block\) 'recurrent' is unknown"):
+    with pytest.raises(ValueError, match=r"form is 'recurrent', .* causal=False and causal_block;"):
         call(form="recurrent")
     offsets = torch.tensor([0, T, 2 * T])
     with pytest.raises(
-        ValueError, match=r"form \(both, causal_block, cu_seqlens\) 'chunk' is unknown"
+        ValueError, match=r"form is 'chunk', .* causal=False, causal_block and cu_seqlens;"
     ):
         call(form="chunk", cu_seqlens=offsets)
     with pytest.raises(ValueError, match="one_scan"):
@@ -524,6 +524,8 @@ def test_mixers_without_blocks():
         trained(LionMixerConfig, causal_block=4, normalize="sum_before_mask")
     with pytest.raises(ValueError, match="form is 'recurrent' with direction='both', expected"):
         trained(LightNetMixerConfig, causal_block=4, form="recurrent")
+    with pytest.raises(ValueError, match="form is 'one_scan' with decay=False and causal_block=4"):
+        trained(LightNetMixerConfig, causal_block=4, form="one_scan", decay=False)
 
 
 STREAMED = {

@@ -756,7 +756,7 @@ NAN = DecayState(ONE.kv * torch.nan, ONE.k_sum)
         ({"decay_at": "sources"}, "decay_at 'sources' .*auto, source, target, symmetric"),
         ({"decay_at": "symmetric"}, "decay_at is 'symmetric' with causal=True, expected 'auto'"),
         ({"normalize": "max"}, "normalize 'max' .*none, sum, max_one"),
-        ({"form": "full", "backend": "triton"}, "'full/triton' .*chunk/triton"),
+        ({"form": "full", "backend": "triton"}, "'triton', .* form 'full' .*chunk/triton"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),

@@ -458,7 +458,7 @@ PAIR = DeltaStates(ONE, None)
         ({"log_decay": torch.full((B, 4, H, K), torch.nan)}, "log_decay holds 96 NaN"),
         ({"keep": torch.ones(B, 4)}, "keep has dtype torch.float32"),
         ({"causal": "no"}, "causal is 'no'"),
-        ({"form": "dense"}, r"form \(both\) 'dense' is .*: auto, full, chunk, recurrent$"),
+        ({"form": "dense"}, "form 'dense' is .*: auto, full, chunk, recurrent$"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"v": torch.ones(B, 4, H, 0)}, "V is 0"),

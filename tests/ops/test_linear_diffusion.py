@@ -357,7 +357,7 @@ STATE = DiffusionState(torch.ones(B, 2, H, V), torch.ones(B, 2, dtype=torch.bool
         ({"form": "full"}, "form .*'full' .*dense, banded, fft"),
         (
             {"form": "fft", "scheme": "crank_nicolson"},
-            "form .*crank_nicolson.* 'fft' .*dense, banded",
+            "form is 'fft', .* scheme 'crank_nicolson'; available: dense, banded",
         ),
         ({"state": STATE.x}, "state is a Tensor"),
         (

@@ -531,7 +531,7 @@ def refusals(group):
     yield lambda: mdtpe(grid, decays, weight[0], (4, 3), joint=True), "its FFT needs all tokens"
     yield (
         lambda: additive_decay(q, k, v, form="full", group=group),
-        "form .*group.* 'full' is unknown",
+        "form is 'full', which does not support .* and group; available",
     )
     yield lambda: delta_rule(q, k, v, v[..., 0], form="recurrent", group=group), "form .*group"
     for lengths in ([1], [True] * size):

@@ -16,6 +16,7 @@ from onescan.checkpoint.weights import load_model
 from onescan.checks import HUB_NAME, LOAD_ERRORS, in_a_line
 from onescan.configs import ModelConfig, from_dict
 from onescan.inputs import Format, ImageFormat
+from onescan.inputs.images import processor_constants
 from onescan.inputs.targets import CLASSES, Target
 from onescan.messages import missing_package, named_type
 from onescan.models.denoiser import Denoiser
@@ -198,7 +199,7 @@ def _format(teacher: str, source: Any) -> ImageFormat:
         height, width = (
             size.get(side) or size.get("shortest_edge") for side in ("height", "width")
         )
-        mean, std = source.image_mean, source.image_std
+        mean, std = processor_constants(source, channels=len(source.image_mean))
     return ImageFormat(
         channels=len(mean), height=height, width=width, mean=tuple(mean), std=tuple(std)
     )

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from inspect import get_annotations
 from typing import Any, ClassVar, Literal, get_args
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onescan.checks import check_choice, check_whole
-from onescan.configs import check_types
+from onescan.configs import CheckedConfig
 from onescan.layers.mixers.projections import Projections
 from onescan.messages import named_type
 from onescan.ops.packing import Packing
@@ -25,17 +24,11 @@ PAIR = 2  # outputs and state, which mixers return
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerConfig(ABC):
+class MixerConfig(CheckedConfig, ABC):
     """Config of the layer that mixes information between tokens."""
 
     num_heads: int = 6
     """Number of heads; must divide the width."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Make `build` check the types of all fields first, as loading a config does."""
-        super().__init_subclass__(**options)
-        if "build" in vars(cls):
-            setattr(cls, "build", _with_checked_types(cls.build))  # noqa: B010 - mypy
 
     @abstractmethod
     def build(self, *, width: int, axes: int) -> "Mixer":
@@ -49,7 +42,7 @@ class MixerConfig(ABC):
         """Return the config for block `index` of a model, counted from 0; by default self."""
         return self
 
-    def init_for_layer(self, mixer: "Mixer", index: int, depth: int) -> None:  # noqa: B027
+    def init_for_layer(self, mixer: "Mixer", index: int, depth: int) -> None:
         """Prepare a mixer whose initial weights depend on its block. Does nothing by default.
 
         Args:
@@ -123,7 +116,7 @@ class MixerConfig(ABC):
         """
         return False
 
-    def check_padding(self, grid: Grid) -> None:  # noqa: B027 - most mixers support any padding
+    def check_padding(self, grid: Grid) -> None:
         """Raise ValueError if padding a grid would change how its real tokens are mixed.
 
         Only the number of axes and the prefix of `grid` matter.
@@ -138,17 +131,6 @@ class MixerConfig(ABC):
         if self.num_heads < 1 or width % self.num_heads:
             raise ValueError(f"width {width} is not a multiple of num_heads {self.num_heads}")
         return width // self.num_heads
-
-
-def _with_checked_types(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `build` that raises ValueError if a field has a wrong type."""
-
-    @wraps(build)
-    def checked(self: MixerConfig, *, width: int, axes: int) -> Any:
-        check_types(self)
-        return build(self, width=width, axes=axes)
-
-    return checked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class HGRNMixer(Mixer):
     ) -> tuple[Complex, DecayState | None]:
         """Return h of every token and, if the mixer is causal, the state after the last one."""
         angles, last = self._angles(theta, c.shape[1], keep, group)
-        v = rotated(c, -angles)
+        v = rotated_complex(c, -angles)
         k = complement.unsqueeze(-1)
         new_state: Any
         o, new_state = decay_attention(
@@ -138,9 +138,9 @@ class HGRNMixer(Mixer):
             return_state=self.config.is_causal, group=group,
         )  # fmt: skip
         if new_state is not None:
-            kv = rotated(new_state.kv.transpose(1, 2), last).transpose(1, 2)  # B D 1 2
+            kv = rotated_complex(new_state.kv.transpose(1, 2), last).transpose(1, 2)  # B D 1 2
             new_state = new_state._replace(kv=kv)
-        return rotated(o, angles), new_state
+        return rotated_complex(o, angles), new_state
 
     def _angles(
         self, theta: FrequencyRow, tokens: int, keep: Keep | None, group: SequenceGroup | None
@@ -163,7 +163,7 @@ class HGRNMixer(Mixer):
         return before + angles, total
 
 
-def rotated(x: Complex, angles: TokenAngles) -> Complex:
+def rotated_complex(x: Complex, angles: TokenAngles) -> Complex:
     """Multiply by e^(i angles)."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     real, imaginary = x.unbind(-1)

@@ -24,7 +24,7 @@ from onescan.ops.additive_decay import (
     read,
     write,
 )
-from onescan.ops.collectives import gather, sum_over_ranks
+from onescan.ops.collectives import gather
 from onescan.ops.decay_attention import DecayState, decay_attention
 from onescan.ops.lrpe import (
     RotaryPositions,
@@ -36,7 +36,6 @@ from onescan.ops.lrpe import (
 from onescan.ops.numerics import (
     LOG_ZERO,
     accumulation_dtype,
-    disable_autocast,
     logaddexp,
     logcumsumexp,
     to_accumulation_dtype,
@@ -92,7 +91,7 @@ class LightNetMixerConfig(LinearAttentionConfig):
     bias: bool = False
     """Add biases to in_proj and out_proj, for weights of models that have them."""
     form: Form = "auto"
-    """Algorithm of the op; see `additive_decay`."""
+    """Algorithm of the op; see `additive_decay`, or `decay_attention` for decay=False."""
 
     @property
     def skips_padding(self) -> bool:
@@ -122,6 +121,11 @@ class LightNetMixerConfig(LinearAttentionConfig):
             raise ValueError(
                 f"form is {self.form!r} with direction='both', expected 'auto', 'one_scan' or "
                 "'full', or a causal mixer"
+            )
+        if self.form == "one_scan" and self.causal_block is not None and not self.decay:
+            raise ValueError(
+                f"form is 'one_scan' with decay=False and causal_block={self.causal_block}, "
+                "expected 'auto', 'chunk' or 'full'"
             )
         check_choice("decay_logits", self.decay_logits, get_args(DecayLogits))
         if not self.decay and self.decay_logits != "shared":
@@ -274,17 +278,12 @@ class LightNetMixer(LinearAttention):
         table = _table(angles, q)
         if table is not None:
             q, k = lrpe(q, table), lrpe(k, table)
-        if config.reads_one_side or config.causal_block is not None:
-            return decay_attention(
-                q, k, v, causal=config.reads_one_side, causal_block=config.causal_block, keep=keep,
-                state=options.state, form=config.form, chunk_size=config.chunk_size,
-                group=options.group,
-            )  # fmt: skip
-        if keep is not None:
-            k = k * keep[:, :, None, None]
-        with disable_autocast(v):
-            (kv,) = sum_over_ranks(torch.einsum("bthf,bthv->bhfv", k.to(v.dtype), v))
-            return torch.einsum("bthf,bhfv->bthv", q.to(v.dtype), kv), None
+        has_state = config.reads_one_side or config.causal_block is not None
+        return decay_attention(
+            q, k, v, causal=config.reads_one_side, causal_block=config.causal_block, keep=keep,
+            state=options.state, form=config.form, chunk_size=config.chunk_size,
+            return_state=has_state, group=options.group,
+        )  # fmt: skip
 
     def write(
         self, k: Keys, v: Values, decays: Sequence[Any], options: ScanOptions

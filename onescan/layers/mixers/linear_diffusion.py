@@ -297,7 +297,7 @@ class LinearDiffusionMixer(Mixer):
         if config.local_update:
             self.local_update = LocalUpdate(width, config.activation)
         if config.linear_attention:
-            self.attention = LinearAttention(width, config.num_heads, config.feature_map)
+            self.attention = LinearSelfAttention(width, config.num_heads, config.feature_map)
         if config.input_residual:
             self.input_weight = nn.Parameter(torch.zeros(1))
         self.dropout = nn.Dropout(config.dropout)
@@ -661,7 +661,7 @@ class LocalUpdate(nn.Module):
         return torch.sigmoid(gate) * self.activation(update)
 
 
-class LinearAttention(nn.Module):
+class LinearSelfAttention(nn.Module):
     """phi(Q) (phi(K)^T V) / (phi(Q) (phi(K)^T 1)), multi-head, without an output projection.
 
     If phi maps a query or all keys to zero, the paper's quotient is 0 / 0. Here it is 0, with
@@ -696,7 +696,7 @@ class LinearAttention(nn.Module):
 
 
 class LinearCrossAttention(nn.Module):
-    """Linear cross-attention to the tokens of another sequence, the memory; see `LinearAttention`.
+    """`LinearSelfAttention`, but to the tokens of another sequence, the memory.
 
     `encode_memory` reads the memory once and returns a state of constant size.
     """

@@ -10,12 +10,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
-from onescan.ops.additive_decay.forms import carry_states, chunked_inputs, split_chunks
+from onescan.ops.additive_decay.forms import carry_states, chunked_inputs
 from onescan.ops.additive_decay.state import AdditiveDecayState, AdditiveInputs, per_feature
-from onescan.ops.chunks import length_of_chunks, number_of_chunks
+from onescan.ops.chunks import join_chunks, length_of_chunks, number_of_chunks, split_chunks
 from onescan.ops.lrpe import rotate
 from onescan.ops.numerics import LOG_ZERO
 from onescan.shapes import Values
@@ -49,7 +48,7 @@ def one_scan(inputs: AdditiveInputs) -> tuple[Values, AdditiveDecayState]:
     carried = carry_states(z, kv / per_feature(total, kv), z_in, kv_in, begins)
     kv_after = torch.addcmul(carried.added, carried.decay, carried.kv_before)
     o = rotate(q, cos, sin) @ kv_after
-    o = rearrange(o, "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
+    o = join_chunks(o, tokens)
     after = AdditiveDecayState(carried.z_after[:, :, -1], carried.kv_out)
     return o if chunks is None else chunks.to_tokens(o), after
 

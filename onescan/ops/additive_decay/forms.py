@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from onescan.ops.additive_decay import tiled
@@ -27,7 +26,13 @@ from onescan.ops.additive_decay.state import (
     per_feature,
     share,
 )
-from onescan.ops.chunks import length_of_chunks, linear_scan, number_of_chunks
+from onescan.ops.chunks import (
+    join_chunks,
+    length_of_chunks,
+    linear_scan,
+    number_of_chunks,
+    split_chunks,
+)
 from onescan.ops.lrpe import rotary_table, rotary_tables, rotate
 from onescan.ops.numerics import LOG_ZERO, logaddexp, logcumsumexp
 from onescan.ops.packing import Chunks, Packing, PackingShard
@@ -185,8 +190,7 @@ def halve_chunks(
         crossing = (right @ left.mT) @ v_left
         o = o + F.pad(crossing, (0, 0, half, 0)).flatten(-3, -2)
         half *= 2
-    o = rearrange(o[..., :size, :], "b h n c v -> b (n c) h v").narrow(1, 0, tokens)
-    return o, carried.z_after[:, :, -1], carried.kv_out
+    return join_chunks(o[..., :size, :], tokens), carried.z_after[:, :, -1], carried.kv_out
 
 
 class Carried(NamedTuple):
@@ -252,12 +256,6 @@ def sum_by_sequence(z: Tensor, begins: Tensor) -> Tensor:
         )
         step *= 2
     return z
-
-
-def split_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
-    """Split [B, T, H, X] into chunks of `size` tokens, [B, H, N, C, X]; the last one is padded."""
-    x = F.pad(x, (0, 0, 0, 0, 0, count * size - x.shape[1]), value=fill)
-    return rearrange(x, "b (n c) h x -> b h n c x", n=count, c=size)
 
 
 def _power_of_two(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:

@@ -158,7 +158,10 @@ def read(q: Queries, kv: KeyValue, cos: Table | None, sin: Table | None) -> Valu
 
 
 def _rotated(x: Tensor, cos: Table | None, sin: Table | None) -> Tensor:
-    """Return R(x) of x [B, H, T, K], contiguous with LRPE, as products need it."""
+    """Return R(x) of x [B, H, T, K], contiguous with LRPE, as products need it.
+
+    `lrpe.rotate` takes fewer kernels, but its result is not contiguous, and a copy costs more.
+    """
     if cos is None or sin is None:
         return x
     return torch.cat([x * cos.transpose(0, 1), x * sin.transpose(0, 1)], dim=-1)

@@ -50,7 +50,14 @@ from onescan.ops.additive_decay.state import (
     per_key,
 )
 from onescan.ops.backend import wants_gradient
-from onescan.ops.chunks import linear_scan, needs_plain_functions, number_of_chunks
+from onescan.ops.chunks import (
+    join_chunks,
+    linear_scan,
+    needs_plain_functions,
+    number_of_chunks,
+    split_chunks,
+)
+from onescan.ops.lrpe import rotate_by
 from onescan.ops.numerics import LOG_ZERO, differentiable_gradients, disable_autocast
 from onescan.shapes import Values
 
@@ -145,10 +152,11 @@ def _scan(
     chunks = number_of_chunks(tokens, size)
     dtype = q.dtype
     block_climb, token_climb = CLIMB[dtype]
-    q, v = _to_chunks(q, chunks, size), _to_chunks(v, chunks, size)  # B H N C .
-    k = _to_chunks(k, chunks, size, fill=-torch.inf).unflatten(3, (blocks, BLOCK))  # B H N J 8 K
+    q, v = (split_chunks(x, chunks, size).contiguous() for x in (q, v))  # B H N C .
+    k = split_chunks(k, chunks, size, fill=-torch.inf).contiguous()
+    k = k.unflatten(3, (blocks, BLOCK))  # B H N J 8 K
     if table is not None:
-        table = _to_chunks(table.flatten(-2), chunks, size).unflatten(-1, (2, -1))  # . H N C 2 K
+        table = split_chunks(table, chunks, size).contiguous()  # . H N C 2 K
 
     # 1. Masses of blocks relative to their maxima, and log-normalizers between chunks.
     peak = k.amax(-2).clamp_(min=LOG_ZERO)  # B H N J K
@@ -218,8 +226,8 @@ def _scan(
     p, w_token = p.flatten(3, 4), w_token.flatten(3, 4)
 
     # 4. Products.
-    p_far, w_far = _rotate(p_block, table), _rotate(w_block, table)
-    scores = _scores(p_far @ w_far.mT, _rotate(p, table), _rotate(w_token, table))
+    p_far, w_far = rotate_by(p_block, table), rotate_by(w_block, table)
+    scores = _scores(p_far @ w_far.mT, rotate_by(p, table), rotate_by(w_token, table))
     added = w_far.mT @ v
     added.mul_(per_feature(leave, added))
     mass_in = mass_before[:, :, 0]
@@ -233,7 +241,7 @@ def _scan(
     o = scores @ v
     _add_product_(o, p_far, kv)
     kv_out = last / per_feature(mass_out, last)
-    return (_to_tokens(o, tokens), z[:, :, -1], kv_out), _Factors(
+    return (join_chunks(o, tokens), z[:, :, -1], kv_out), _Factors(
         v, table, p, reciprocal, w_token, w_block, to_block, to_chunk,
         enter, leave, decay, mass_in, mass_out, kv_in, kv_out, kv, scores, begins,
     )  # fmt: skip
@@ -251,10 +259,10 @@ def _scan_gradients(
      enter, leave, decay, mass_in, mass_out, kv_in, kv_out, kv, scores, begins) = saved  # fmt: skip
     tokens, blocks = do.shape[1], to_chunk.shape[3]
     in_blocks = reciprocal.shape
-    do = _to_chunks(do, v.shape[2], v.shape[3])
-    p_token = _rotate(p, table)
+    do = split_chunks(do, v.shape[2], v.shape[3]).contiguous()
+    p_token = rotate_by(p, table)
     p_far = _scaled(p_token, to_block, to_chunk)
-    w_far = _rotate(w_block, table)
+    w_far = rotate_by(w_block, table)
     dv = scores.mT @ do
     dscores = do @ v.mT
     dscores_within = _diagonal(dscores, blocks).tril()
@@ -264,7 +272,7 @@ def _scan_gradients(
     dp = dscores @ w_far
     _add_product_(dp, do, kv.mT)
     dp = _scaled(dp, to_chunk, to_block)
-    _add_product_(_in_blocks(dp), dscores_within, _in_blocks(_rotate(w_token, table)))
+    _add_product_(_in_blocks(dp), dscores_within, _in_blocks(rotate_by(w_token, table)))
     dq = _rotate_back(dp, table)
     dq = dq.view(in_blocks).mul_(reciprocal)
 
@@ -303,14 +311,12 @@ def _scan_gradients(
         terms = dp.unflatten(-1, (2, -1)) * p.unsqueeze(-2)
         for dw, weight in ((dw_far, w_block), (dw_token, w_token)):
             terms.addcmul_(dw.unflatten(-1, (2, -1)), weight.unsqueeze(-2))
-        dtable = _to_tokens(terms.sum_to_size(table.shape).flatten(-2), tokens).unflatten(
-            -1, (2, -1)
-        )
+        dtable = join_chunks(terms.sum_to_size(table.shape), tokens)
     dk = _rotate_back(dw_far, table).view(in_blocks).sub_(x.unsqueeze(-2))
     dk.mul_(w_block.view(in_blocks))
     dw = _rotate_back(dw_token, table).view(in_blocks).sub_(later)
     dk.addcmul_(dw, w_token.view(in_blocks))
-    dq, dk, dv = (_to_tokens(g.reshape(*v.shape[:4], g.shape[-1]), tokens) for g in (dq, dk, dv))
+    dq, dk, dv = (join_chunks(g.reshape(*v.shape[:4], g.shape[-1]), tokens) for g in (dq, dk, dv))
     return dq, dk, dv, dtable, dz_in, dkv_in
 
 
@@ -389,33 +395,14 @@ def _tile_lengths(k: Tensor, blocks: int) -> list[int]:
     return [length] * full + [rest] * (rest > 0)
 
 
-def _to_chunks(x: Tensor, count: int, size: int, *, fill: float = 0.0) -> Tensor:
-    """Split [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded."""
-    x = x.transpose(1, 2)
-    missing = count * size - x.shape[2]
-    if not isinstance(missing, int) or missing:
-        x = F.pad(x, (0, 0, 0, missing), value=fill)
-    return x.contiguous().unflatten(2, (count, size))
-
-
-def _to_tokens(x: Tensor, tokens: int) -> Tensor:
-    """Join chunks [B, H, N, C, X] to [B, T, H, X]."""
-    return x.flatten(2, 3).narrow(2, 0, tokens).transpose(1, 2)
-
-
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp in place, with 0 where the result would be nearly subnormal."""
     x = x.clamp_(min=MIN_EXPONENT).exp_()
     return F.threshold(x, 2 * math.exp(MIN_EXPONENT), 0.0, inplace=True)
 
 
-def _rotate(x: Tensor, table: Tensor | None) -> Tensor:
-    """Return [x cos, x sin], or x itself without LRPE."""
-    return x if table is None else (x.unsqueeze(-2) * table).flatten(-2)
-
-
 def _rotate_back(x: Tensor, table: Tensor | None) -> Tensor:
-    """Apply the transpose of `_rotate`."""
+    """Apply the transpose of `rotate_by`."""
     if table is None:
         return x
     cos, sin = table.unbind(-2)

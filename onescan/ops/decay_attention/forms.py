@@ -21,9 +21,11 @@ from torch import Tensor
 
 from onescan.checks import is_known
 from onescan.ops.chunks import (
+    join_chunks,
     length_of_chunks,
     linear_scan,
     number_of_chunks,
+    split_chunks,
 )
 from onescan.ops.decay_factors import decay_factors, decayed_scores, padded
 from onescan.ops.numerics import (
@@ -329,19 +331,6 @@ def chunk(
     parts = over_chunks(read, [q, k, v], logs, states_before)
     o, *row_sums = (join_chunks(x, tokens) for x in parts)
     return o, row_sums[0] if row_sums else o.new_empty(0), states_out, states_before
-
-
-def split_chunks(x: Tensor, count: int, size: int) -> Tensor:
-    """Split [B, T, H, X] into chunks [B, H, N, C, X]; the last one is padded with zeros."""
-    x, missing = x.transpose(1, 2), count * size - x.shape[1]
-    if not is_known(missing) or missing:
-        x = F.pad(x, (0, 0, 0, missing))
-    return x.unflatten(2, (count, size))
-
-
-def join_chunks(x: Tensor, tokens: int) -> Tensor:
-    """Join chunks [B, H, N, C, X] to [B, T, H, X]."""
-    return x.flatten(2, 3).transpose(1, 2).narrow(1, 0, tokens)
 
 
 def chunk_states(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onescan.ops.backend import wants_gradient
-from onescan.ops.chunks import needs_plain_functions
+from onescan.ops.chunks import join_chunks, needs_plain_functions, split_chunks
 from onescan.ops.decay_attention import forms
 from onescan.ops.decay_attention.forms import (
     ChunkInputs,
@@ -24,9 +24,7 @@ from onescan.ops.decay_attention.forms import (
     by_direction,
     chunk_inputs,
     chunk_states,
-    join_chunks,
     row_divisor,
-    split_chunks,
 )
 from onescan.ops.decay_factors import decay_factors, decayed_scores, halves
 from onescan.ops.numerics import (

@@ -15,12 +15,17 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from onescan.checks import is_known
-from onescan.ops.chunks import chunk_scan, length_of_chunks, number_of_chunks
+from onescan.ops.chunks import (
+    chunk_scan,
+    join_chunks,
+    length_of_chunks,
+    number_of_chunks,
+    split_chunks,
+)
 from onescan.ops.decay_factors import decay_factors, decayed_scores, exp_decay, padded
 from onescan.shapes import (
     KeyValue,
@@ -93,7 +98,7 @@ def chunk(
         size = -(-tokens // number_of_chunks(tokens, size))  # equal chunks, with little padding
     if inputs.log_decay is not None and inputs.log_decay.shape[-1] > 1:
         size = padded(size)
-    split = partial(_split_chunks, count=number_of_chunks(tokens, size), size=size)
+    split = partial(_split_updates, count=number_of_chunks(tokens, size), size=size)
     q, k, v = split(inputs.q.unsqueeze(2)), split(inputs.k), split(inputs.v)  # B H N R C .
     beta = split(inputs.beta.unsqueeze(-1))
     decay_matrix = torch.eye(width, dtype=k.dtype, device=k.device)
@@ -128,13 +133,12 @@ def chunk(
 
     # 3. Each token reads the state before its chunk and the values written in its chunk so far.
     o = q_in @ before + _join_pairs(scores) @ (u - w @ before)
-    return rearrange(o, "b h n c v -> b (n c) h v").narrow(1, 0, tokens), kv
+    return join_chunks(o, tokens), kv
 
 
-def _split_chunks(x: Tensor, *, count: int, size: int) -> Tensor:
-    """Split [B, T, R, H, X] into chunks of tokens, padded with zeros, which change nothing."""
-    x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, count * size - x.shape[1]))
-    return rearrange(x, "b (n c) r h x -> b h n r c x", n=count, c=size).contiguous()
+def _split_updates(x: Tensor, *, count: int, size: int) -> Tensor:
+    """Split [B, T, R, H, X] into chunks, [B, H, N, R, C, X], padded with zeros: neutral updates."""
+    return split_chunks(x.transpose(2, 3), count, size).transpose(3, 4).contiguous()
 
 
 def _decayed_product(log_decay: Tensor, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

@@ -19,10 +19,11 @@ from onescan.checks import (
     check_no_nan,
     check_positive,
     check_shapes,
+    check_supported,
     check_whole,
     is_known,
 )
-from onescan.messages import named_type
+from onescan.messages import named_type, unsupported
 from onescan.ops.backend import Backend, resolved_backend
 from onescan.ops.collectives import carry_tokens, halo
 from onescan.ops.layout import layout_of
@@ -296,11 +297,13 @@ def choose(form: str, *, scheme: str, tokens: int, radius: int, is_local: bool =
     'dense'
     """
     if is_local:
-        check_choice("scheme (cu_seqlens)", scheme, ["explicit"])
-        check_choice("form (cu_seqlens or group)", form, ["auto", *LOCAL])
+        what = "cu_seqlens or group"
+        check_supported("scheme", scheme, ["explicit"], known=get_args(Scheme), what=what)
+        check_supported("form", form, ["auto", *LOCAL], known=IMPLEMENTATIONS, what=what)
     if form != "auto":
         forms_of_scheme = IMPLEMENTATIONS if scheme == "explicit" else SOLVERS
-        check_choice(f"form (scheme={scheme!r})", form, forms_of_scheme)
+        what = f"scheme {scheme!r}"
+        check_supported("form", form, forms_of_scheme, known=IMPLEMENTATIONS, what=what)
         return form
     if not is_known(tokens):  # symbolic: a form that suits any length
         return "banded" if scheme == "explicit" else "dense"
@@ -331,9 +334,9 @@ def _backend(
     tensors = (x, weights, dt, None if state is None else state.x)
     has_kernel = scheme == "explicit" and form in ("auto", *KERNELS)
     resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
-    if resolved == "triton":
-        known = [f"explicit/{name}/triton" for name in ("auto", *KERNELS)]
-        check_choice("scheme/form/backend", f"{scheme}/{form}/{resolved}", known)
+    if resolved == "triton" and not has_kernel:
+        pairs = [f"explicit/{name}/triton" for name in ("auto", *KERNELS)]
+        raise unsupported("backend", resolved, f"scheme {scheme!r} with form {form!r}", pairs)
     return resolved
 
 

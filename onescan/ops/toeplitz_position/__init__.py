@@ -23,10 +23,11 @@ from onescan.checks import (
     check_no_nan,
     check_positive,
     check_shapes,
+    check_supported,
     is_known,
 )
-from onescan.messages import named_type
-from onescan.ops.backend import Backend, resolved_backend
+from onescan.messages import named_type, unsupported
+from onescan.ops.backend import BACKENDS, Backend, resolved_backend
 from onescan.ops.layout import layout_of
 from onescan.ops.numerics import disable_autocast, to_accumulation_dtype
 from onescan.ops.packing import Chunks, Packing
@@ -149,7 +150,7 @@ def toeplitz_position(
     if packing is not None:
         _check_packed(shape, form, return_state=return_state)
         if ranks is not None:
-            check_choice("backend (cu_seqlens, group)", backend, ["auto", "torch"])
+            _check_in_torch(backend, "cu_seqlens and group")
             backend = "torch"
     mix = partial(
         _mix, bidirectional=bidirectional, joint=joint, packing=packing, form=form, backend=backend
@@ -197,12 +198,12 @@ def _mix(
 ) -> tuple[Hidden, ToeplitzState | None]:
     """Compute a call on one process, with checked arguments."""
     if joint:
-        check_choice("form (joint)", form, ["auto", "fft"])
-        check_choice("backend (joint)", backend, ["auto", "torch"])
+        check_supported("form", form, ["auto", "fft"], known=IMPLEMENTATIONS, what="joint=True")
+        _check_in_torch(backend, "joint=True")
         return _jointly(x, log_decay, weight, shape, bidirectional=bidirectional), None
     returns_lines = len(shape) > 1 and (return_state or state is not None)
     if returns_lines:
-        check_choice("backend (state of several axes)", backend, ["auto", "torch"])
+        _check_in_torch(backend, "a state of several axes")
         backend = "torch"
     if _backend(form, backend, x, log_decay, weight, state) == "triton":
         from onescan.ops.toeplitz_position import launch
@@ -260,7 +261,13 @@ def _check_packed(shape: tuple[int, ...], form: str, *, return_state: bool) -> N
         raise ValueError(f"cu_seqlens was given with shape {shape}, expected one axis")
     if return_state:
         raise ValueError("return_state is True with cu_seqlens, expected False")
-    check_choice("form (cu_seqlens)", form, ["auto", "dense", "scan"])
+    choices = ["auto", "dense", "scan"]
+    check_supported("form", form, choices, known=IMPLEMENTATIONS, what="cu_seqlens")
+
+
+def _check_in_torch(backend: str, what: str) -> None:
+    """Raise ValueError if a call that kernels do not support names another backend than torch."""
+    check_supported("backend", backend, ["auto", "torch"], known=BACKENDS, what=what)
 
 
 def _jointly(
@@ -301,9 +308,9 @@ def _backend(
     tensors = (x, log_decay, weight, *(() if state is None else state))
     has_kernel = form == "auto" or form in KERNELS
     resolved = resolved_backend(backend, has_kernel, *tensors, widest=None)
-    if resolved == "triton":
-        known = [f"{name}/triton" for name in ("auto", *KERNELS)]
-        check_choice("form/backend", f"{form}/{resolved}", known)
+    if resolved == "triton" and not has_kernel:
+        pairs = [f"{name}/triton" for name in ("auto", *KERNELS)]
+        raise unsupported("backend", resolved, f"form {form!r}", pairs)
     return resolved
 
 

@@ -378,6 +378,17 @@ def test_a_classifier_of_transformers(transformers, tmp_path):
     assert transformers.options_seen["place"] == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "rescaling", [{"do_rescale": False, "rescale_factor": 1 / 255}, {"rescale_factor": 1.0}]
+)
+def test_an_image_processor_may_standardize_bytes(rescaling, transformers):
+    constants = {"image_mean": [127.5] * 3, "image_std": [51.0] * 3}
+    vars(transformers.processor).update(rescaling | constants)
+    found = load_teacher("regnet")
+    assert found.format.mean == pytest.approx((0.5,) * 3)
+    assert found.format.std == pytest.approx((0.2,) * 3)
+
+
 def test_a_random_regnet_of_transformers(tmp_path):
     library = pytest.importorskip("transformers")
     names = dict(enumerate(NAMES))
