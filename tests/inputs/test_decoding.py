@@ -243,12 +243,12 @@ def test_a_report_shows_predicted_tokens_with_their_spaces(tmp_path):
     data = TextDatasetConfig(
         path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "words"), length=8, cache=False
     )
-    task = MaskedLanguageModellingConfig(mask_rate=0.5).build(data.build())
+    task = MaskedLanguageModellingConfig(mask_rate=0.8).build(data.build())
     model = MaskedLMConfig(**{**SMALL, "vocab_size": 11, **BOTH["bert"]}).build().eval()
     model.forward = lambda tokens, **_: torch.eye(11)[torch.full_like(tokens, 5)]  # always "▁bc"
     (first, *_) = _filled_masks(task, model)
     (row,) = (batch for index, batch in _rows(task.test) if index == 0)
-    tokens, _, labels = task.corrupt(row, seed=0)
+    tokens, _, labels = task.masked_for_evaluation(row)
     filled = torch.where(labels == -100, tokens, 5)[0].tolist()
     assert re.sub("<[^>]*>", "", str(first.body)).strip() == tokenizer.decode(filled).strip()
     assert " bc" in str(first.body)
