@@ -119,9 +119,72 @@ def test_constants_of_imagenet_are_noted(tmp_path, caplog):
     assert note.startswith("note: the source does not state the mean and standard deviation of its")
 
 
+@pytest.mark.parametrize(
+    ("settings", "mean", "std"),
+    [
+        ({"do_normalize": False}, 0.0, 1.0),
+        ({"do_normalize": False, "do_rescale": False}, 0.0, 1 / 255),
+        ({"image_mean": [127.5] * 3, "image_std": [51] * 3, "do_rescale": False}, 0.5, 0.2),
+        ({"image_mean": [1] * 3, "image_std": [1] * 3, "rescale_factor": 2 / 255}, 0.5, 0.5),
+    ],
+)
+def test_the_steps_of_an_image_processor_are_kept(settings, mean, std, tmp_path, caplog):
+    of_transformers("ViT").save_pretrained(tmp_path / "vit")
+    caplog.clear()
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(settings))
+    onescan.convert(tmp_path / "vit", tmp_path / "run")
+    assert not caplog.messages
+    form = onescan.load(tmp_path / "run").format
+    assert (form.mean, form.std) == (pytest.approx((mean,) * 3), pytest.approx((std,) * 3))
+
+
+def test_other_interpolation_is_noted(tmp_path, caplog):
+    of_transformers("ViT").save_pretrained(tmp_path / "vit")
+    caplog.clear()
+    settings = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(settings))
+    onescan.convert(tmp_path / "vit", tmp_path / "run")
+    (note,) = caplog.messages
+    assert note.startswith("note: the source resizes images with bilinear interpolation")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"is not valid JSON"),
+        ("[]", r"is not a JSON object"),
+        ('{"image_mean": null, "image_std": null}', r"has invalid settings for images"),
+        ('{"image_mean": "0.5", "image_std": [1]}', r"has invalid settings for images"),
+        ('{"rescale_factor": "1"}', r"has invalid settings for images"),
+        ('{"rescale_factor": 0}', r"has invalid settings for images"),
+        ('{"resample": 9}', r"has invalid settings for images: 9 is not a valid Resampling"),
+        ('{"do_center_crop": true, "size": "32"}', r"has invalid settings for images"),
+        ('{"do_center_crop": true, "size": {}}', r"has invalid settings for images"),
+        ('{"do_center_crop": true, "size": 0}', r"has invalid settings for images"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_damaged_image_processor_is_named(content, message, tmp_path):
+    of_transformers("ViT").save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"vit/preprocessor_config\.json {message}"):
+        onescan.convert(tmp_path / "vit", tmp_path / "run")
+
+
+def test_a_damaged_pretrained_cfg_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(timm_weights(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"pretrained_cfg": {"mean": 0.5}}')
+    with pytest.raises(ValueError, match=r"config\.json has invalid settings for images"):
+        onescan.convert(tmp_path, tmp_path / "out", num_heads=3)
+
+
 def test_grayscale_images_need_the_constants_of_their_pixels(tmp_path, caplog):
     of_transformers("ViT", num_channels=1).save_pretrained(tmp_path / "gray")
-    with pytest.raises(ValueError, match=r"1 channel, but its preprocessor_config\.json has no"):
+    with pytest.raises(
+        ValueError, match=r"preprocessor_config\.json .* 1 channel, but no image_mean"
+    ):
         onescan.convert(tmp_path / "gray", tmp_path / "run")
     constants = {"image_mean": [0.5], "image_std": [0.25]}
     caplog.clear()

@@ -1,12 +1,12 @@
 """Convert models from and to other libraries, and save the results."""
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from PIL import Image
@@ -16,7 +16,7 @@ from onescan import __version__, configs, zoo
 from onescan.checkpoint.files import write_atomically
 from onescan.checkpoint.run_folder import NATIVE, is_linearized, linearized_error, write_config
 from onescan.checkpoint.weights import WEIGHTS, save_weights, whole_weights
-from onescan.checks import check_choice
+from onescan.checks import check_choice, check_positive, in_a_line
 from onescan.experiments.data import ImageDatasetConfig
 from onescan.experiments.tasks.image_classification import ImageClassificationConfig
 from onescan.experiments.training.config import RunConfig
@@ -24,13 +24,14 @@ from onescan.experiments.training.folder import Manifest
 from onescan.experiments.training.sampling import INDEX, load_pipeline
 from onescan.inference.loading import downloaded, is_run, load, load_language_model
 from onescan.inputs import ImageFormat
+from onescan.inputs.images import processor_constants
 from onescan.inputs.pairs import PairFormat
 from onescan.inputs.tokenizer import TextFormat, Tokenizer, load_tokenizer
 from onescan.integrations.weights import convert_back, convert_model, read
-from onescan.integrations.weights.source import find
+from onescan.integrations.weights.source import CONFIG, find, read_json
 from onescan.messages import named_type
 from onescan.models.denoiser import Denoiser
-from onescan.models.image_classifier import ImageClassifier
+from onescan.models.image_classifier import ImageClassifier, ImageClassifierConfig
 
 log = logging.getLogger("onescan")
 
@@ -290,22 +291,15 @@ def _write(
 def _write_run(
     out: Path, name: str, model: ImageClassifier, fields: Mapping[str, Any], folder: Path | None
 ) -> None:
-    height, width = model.config.image_size
-    pixels = _pixels(fields, folder, height)
-    if len(pixels["mean"]) != model.config.channels:
-        raise ValueError(
-            f"the source has {model.config.channels} channel, but its {PREPROCESSOR} has no "
-            "image_mean and image_std with one number per channel"
-        )
+    format = _image_format(model.config, fields, folder)
     names = fields.get("id2label") or fields.get("label_names") or range(model.config.num_classes)
     if isinstance(names, Mapping):
         names = [label for _, label in sorted(names.items(), key=lambda item: int(item[0]))]
     class_names = tuple(map(str, names))
-    format = ImageFormat(channels=model.config.channels, height=height, width=width, **pixels)
     data = ImageDatasetConfig(
         path=NO_DATA,
         class_names=class_names,
-        image_size=(height, width),
+        image_size=(format.height, format.width),
         channels=1 if format.channels == 1 else 3,
         mean=format.mean,
         std=format.std,
@@ -326,28 +320,67 @@ def _write_run(
     write_config(out, configs.to_dict(manifest))
 
 
-def _pixels(fields: Mapping[str, Any], folder: Path | None, height: int) -> dict[str, Any]:
-    """Return the mean, the standard deviation and the crop of images; ImageNet's by default."""
-    pixels: dict[str, Any] = {"mean": ImageDatasetConfig.mean, "std": ImageDatasetConfig.std}
-    if (timm := fields.get("pretrained_cfg")) is not None:
-        return {
-            "mean": tuple(timm.get("mean", pixels["mean"])),
-            "std": tuple(timm.get("std", pixels["std"])),
-            "crop": timm.get("crop_pct"),
-        }
-    settings = {}
-    if folder is not None and (folder / PREPROCESSOR).is_file():
-        settings = json.loads((folder / PREPROCESSOR).read_bytes())
-    if not {"image_mean", "image_std"} <= settings.keys():
+def _image_format(
+    config: ImageClassifierConfig, fields: Mapping[str, Any], folder: Path | None
+) -> ImageFormat:
+    """Return the format of the source's images, with ImageNet's mean and std by default.
+
+    Raises:
+        ValueError: If the source's settings are invalid; names the file.
+    """
+    timm = fields.get("pretrained_cfg")
+    path = (folder or Path()) / (PREPROCESSOR if timm is None else CONFIG)
+    settings = read_json(path) if timm is None and folder is not None and path.is_file() else {}
+    height, width = config.image_size
+    try:
+        pixels = _processor_pixels(settings, config) if timm is None else _timm_pixels(timm)
+        return ImageFormat(channels=config.channels, height=height, width=width, **pixels)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has invalid settings for images: {in_a_line(error)}") from error
+
+
+def _timm_pixels(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the mean, the standard deviation and the crop of images from a pretrained_cfg."""
+    _note_interpolation(settings.get("interpolation", "bicubic"))
+    return {
+        "mean": tuple(settings.get("mean", ImageDatasetConfig.mean)),
+        "std": tuple(settings.get("std", ImageDatasetConfig.std)),
+        "crop": settings.get("crop_pct"),
+    }
+
+
+def _processor_pixels(settings: Mapping[str, Any], config: ImageClassifierConfig) -> dict[str, Any]:
+    """Read the same from the settings of an image processor of transformers."""
+    if settings.get("do_normalize", True) and not {"image_mean", "image_std"} <= settings.keys():
+        if config.channels != len(ImageDatasetConfig.mean):
+            raise ValueError(
+                f"the source has {config.channels} channel, but no image_mean and image_std with "
+                "one number per channel"
+            )
         log.warning(
             "note: the source does not state the mean and standard deviation of its images, so "
             "those of ImageNet are used; to set others, add a %s to its folder",
             PREPROCESSOR,
         )
-    pixels["mean"] = tuple(settings.get("image_mean", pixels["mean"]))
-    pixels["std"] = tuple(settings.get("image_std", pixels["std"]))
+    _note_interpolation(
+        Image.Resampling(settings.get("resample", Image.Resampling.BICUBIC)).name.lower()
+    )
+    constants = {"image_mean": ImageDatasetConfig.mean, "image_std": ImageDatasetConfig.std}
+    processor = SimpleNamespace(**{**constants, **settings})
+    mean, std = processor_constants(processor, config.channels)
+    pixels: dict[str, Any] = {"mean": mean, "std": std}
     size = settings.get("size")
     if settings.get("do_center_crop") and size is not None:
         side = min(size.values()) if isinstance(size, Mapping) else size
-        pixels["crop"] = min(1.0, height / side)
+        check_positive(size=side)
+        pixels["crop"] = min(1.0, config.image_size[0] / side)
     return pixels
+
+
+def _note_interpolation(name: str) -> None:
+    if name != "bicubic":
+        log.warning(
+            "note: the source resizes images with %s interpolation, but onescan uses bicubic "
+            "interpolation, so predictions for images of other sizes differ slightly",
+            name,
+        )

@@ -5,7 +5,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from onescan.checks import LOAD_ERRORS, in_a_line
 from onescan.experiments.data import DataSet, Example, ImageDatasetConfig
 from onescan.experiments.linearize_config import LinearizeConfig
 from onescan.inputs.image_files import AnyPixels, BytePixels, Crop, decode, read_header
-from onescan.inputs.images import ImageFormat, to_bytes
+from onescan.inputs.images import ImageFormat, processor_constants, to_bytes
 
 SURVEYED = 1_000  # images that are read before training, to find unreadable ones
 
@@ -75,13 +74,7 @@ def image_format(model: Any, processor: Any) -> _ProcessedFormat:
     pixels = torch.randint(256, (channels, height, width), dtype=torch.uint8, generator=noise)
     try:
         resized, expected = _resized(processor, pixels), _processed(processor, pixels)
-        white = 255 * (processor.rescale_factor if processor.do_rescale else 1)
-        mean, std = (
-            tuple((np.broadcast_to(numbers, channels) / white).tolist())
-            for numbers in (
-                (processor.image_mean, processor.image_std) if processor.do_normalize else (0, 1)
-            )
-        )
+        mean, std = processor_constants(processor, channels)
     except LOAD_ERRORS as error:
         raise ValueError(
             f"the model's image processor cannot be used: {in_a_line(error)}"

@@ -198,7 +198,7 @@ def read(source: str | Path | nn.Module, *, num_heads: int | None = None) -> For
     path = find(source)
     folder = path if path.is_dir() else path.parent
     config = folder / CONFIG
-    fields = _read_json(config) if config.is_file() else {}
+    fields = read_json(config) if config.is_file() else {}
     if num_heads is not None and fields.get("num_heads", num_heads) != num_heads:
         raise ValueError(
             f"num_heads is {num_heads}, but the source has {fields['num_heads']} heads"
@@ -243,7 +243,12 @@ def _fields_of(model: nn.Module) -> dict[str, Any]:
     return {name: values.pop() for name, values in found.items() if len(values) == 1}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file with named values.
+
+    Raises:
+        ValueError: If it is damaged; names the file.
+    """
     try:
         fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -257,7 +262,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     index = sorted(path.glob(f"*{SUFFIX}.index.json")) if path.is_dir() else []
     if index:  # of sharded weights
-        shards = _read_json(index[0]).get("weight_map")
+        shards = read_json(index[0]).get("weight_map")
         file_names = shards.values() if isinstance(shards, dict) else ()
         files = sorted({path / Path(str(name)).name for name in file_names})
         if missing := next((file.name for file in files if not file.is_file()), None):
