@@ -39,6 +39,7 @@ from onescan.layers.mixers import LionMixerConfig
 from onescan.models.sequence_classifier import SequenceClassifierConfig
 
 CLOSE = 1e-6  # relative difference in float32, from rounding
+CLOSE_AT_THE_END = 3e-5  # of test metrics, which the rounding of all weights changes
 CALM = {"training.learning_rate": 1e-3, "training.eps": 1e-3}  # rounding does not grow
 
 
@@ -131,8 +132,10 @@ def assert_equal_runs(folder, one):
     for ours, theirs in zip(lines, expected, strict=True):
         for line in (ours, theirs):
             line.pop("gradient_norm", None)
-        assert ours.pop("split") == theirs.pop("split")
-        assert ours == pytest.approx(theirs, rel=CLOSE, abs=CLOSE)
+        split = theirs.pop("split")
+        assert ours.pop("split") == split
+        close = CLOSE_AT_THE_END if split == "test" else CLOSE
+        assert ours == pytest.approx(theirs, rel=close, abs=close)
     ours, theirs = (load_file(f / "model.safetensors") for f in (folder, one))
     differences = [(ours[name] - theirs[name]).norm() for name in theirs]
     norm = nn.utils.get_total_norm([*theirs.values()])
