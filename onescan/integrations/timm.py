@@ -277,8 +277,8 @@ class TimmImageClassifier(ImageClassifier):
         """Change the default image size, and resize a table of absolute positions to it.
 
         Raises:
-            ValueError: If patches do not divide the size, patch_size differs from the model's, or
-                the mixer's weights fit one size only.
+            ValueError: If patch_size differs from the model's, or the mixer's weights fit one size
+                only.
         """
         axes = len(self.config.image_size)
         if patch_size is not None and _sizes(patch_size, axes) != self.config.patch_size:
@@ -321,6 +321,7 @@ class TimmImageClassifier(ImageClassifier):
             for path, module in self.named_modules()
             if path
             for name in getattr(module, "no_weight_decay", ())
+            if hasattr(module, name)  # some depend on the config
         }
 
     def _set_pool(self, global_pool: str) -> None:
