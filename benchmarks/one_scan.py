@@ -7,7 +7,7 @@ decay in both directions, a more expensive op. "copy" copies as many bytes as on
 write at least.
 
 In the paper, the advantage of one scan grows with the length. On a CPU, the time of two scans
-relative to one does not grow beyond 1,024 tokens, because all three take linear time.
+relative to one hardly grows beyond 1,024 tokens, because all three take linear time.
 """
 
 from dataclasses import dataclass

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+import onescan
 from onescan.ops.backend import is_interpreted
 
 MIN_MIB = 0.5  # smaller peaks are left out of exponents
-PACKAGES = ("onescan", "torch", "triton", "flash-linear-attention", "timm")
+PACKAGES = ("torch", "triton", "flash-linear-attention", "timm")
 ALLOCATOR_VARIABLES = (  # read by torch, glibc and the dynamic linker
     "THP_MEM_ALLOC_ENABLE",
     "PYTORCH_ALLOC_CONF",
@@ -124,6 +125,7 @@ def environment(device: torch.device, threads: int | None = None) -> dict[str, A
         "threads": threads or torch.get_num_threads(),
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "onescan": onescan.__version__,  # of the code that runs, which need not be installed
         **{name: package_version(name) for name in PACKAGES},
         "triton_interpreted": is_interpreted(),
         "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
