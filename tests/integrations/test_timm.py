@@ -226,7 +226,7 @@ def test_intermediates_with_prefix_stop_early():
     assert torch.equal(last, model.norm(torch.cat([prefix, patches], dim=1)))
     assert len(model.forward_intermediates(IMAGES, 2, intermediates_only=True)) == 2
     for wrong in ([3], 4, [], -1):
-        with pytest.raises(ValueError, match=r"indices is .* 3"):
+        with pytest.raises(ValueError, match=r"indices is .* from 1 to 3"):
             model.forward_intermediates(IMAGES, wrong)
     with pytest.raises(ValueError, match="output_fmt is 'NHWC'"):
         model.forward_intermediates(IMAGES, output_fmt="NHWC")
